@@ -13,6 +13,7 @@ matrix.
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -103,6 +104,7 @@ def place(
     """
     hardware = hardware or Hardware.from_device(mesh.device)
     kernels = choose_kernels(training.apply_to(spec), mesh, compute or dtype, hardware)
+    kernels = replace(kernels, exact=training.exact)
     parts = split_model(mesh, spec.layers, layout or Layout(), schedule, kernels, stages)
     # a 70B model costs no memory here, and its checks cost seconds
     with torch.device("meta"):
@@ -121,7 +123,9 @@ def place(
         model.compile_parts()
     if layout is not None:
         # dp: parameters are sharded once more over dp x cp (ZeRO)
-        data.shard_model(model, model.units(), mesh, layout.zero, compute or dtype, model.partial())
+        # with exact numerics partial sums are added for each microbatch (parallel/exact.py)
+        partial = model.partial() if kernels.exact is None else ()
+        data.shard_model(model, model.units(), mesh, layout.zero, compute or dtype, partial)
         if layout.zero == 3 and hardware.kind == "cuda":  # a CPU would only hold more
             for blocks in model.prefetch_order():
                 data.prefetch(blocks)

@@ -60,14 +60,18 @@ def fp8_rounding(leaf: ParamSpec) -> Rounding | None:
     """
     if leaf.fp8 is None:
         return None
-    # dim of outputs: 0, or 1 of stacked experts [experts, out, in]
-    outputs = len(leaf.shape) - 2
-    dims = [cut.dim for cut in leaf.shards if cut.axis == "tp"]
-    cut = None if not dims else "outputs" if dims[0] == outputs else "inputs"
     # one amax history per expert
     experts = leaf.shape[0] if leaf.stacked else None
     delayed = Delayed(leaf.fp8, experts) if leaf.fp8.delayed else None
-    return Rounding(leaf.fp8, cut, leaf.stacked, delayed)
+    return Rounding(leaf.fp8, tp_cut(leaf), leaf.stacked, delayed)
+
+
+def tp_cut(leaf: ParamSpec) -> Literal["inputs", "outputs"] | None:
+    """Return which dim of a matrix tp splits; None if every rank has all of it."""
+    # dim of outputs: 0, or 1 of stacked experts [experts, out, in]
+    outputs = len(leaf.shape) - 2
+    dims = [cut.dim for cut in leaf.shards if cut.axis == "tp"]
+    return None if not dims else "outputs" if dims[0] == outputs else "inputs"
 
 
 def _prepack(one: Linear, weights: Weights, inputs: Axis) -> Linear:
@@ -115,6 +119,9 @@ class ParameterModule(nn.Module):
         # a row-parallel weight: A is split with it, and A x is a partial sum over tp
         self.over_inputs = any(cut.axis == "tp" and cut.dim == inputs for cut in cuts)
         self.rounding = fp8_rounding(leaves["weight"]) if "weight" in leaves else None
+        self.cut: Literal["inputs", "outputs"] | None = (
+            tp_cut(leaves["weight"]) if "weight" in leaves else None
+        )
         self._prepack_as: Weights | None = None
         self._prepacked: tuple[tuple[object, ...], Linear] | None = None
         self._freed: tuple[Weights, Linear] | None = None
@@ -218,7 +225,7 @@ class ParameterModule(nn.Module):
             down, up = local(self.lora_A), mine(self.lora_B)
             adapter = Adapter(down, up, self.lora_scale, length, self.over_inputs)
         scale = None if self.weight_scale is None else mine(self.weight_scale)
-        return Linear(mine(self.weight), bias, adapter, self.rounding, scale)
+        return Linear(mine(self.weight), bias, adapter, self.rounding, scale, cut=self.cut)
 
 
 class ColumnParallelLinear(ParameterModule):
@@ -256,6 +263,7 @@ class Norm(ParameterModule):
         super().__init__(leaves)
         self.eps = norm.eps
         self.kernel: Literal["passes", "fused"] = kernels.norm
+        self.leaf = None if kernels.exact is None else kernels.exact.token_leaf
         self.centres, self.zero_centred = norm.kind == "layernorm", norm.zero_centred
         self.affine = norm.affine
 
@@ -275,7 +283,7 @@ class Norm(ParameterModule):
                 return F.layer_norm(x, (x.shape[-1],), None, None, self.eps) * weight
             # RMSNorm; LayerNorm below
             if not self.centres:
-                return rms_norm(x, weight, self.eps, self.kernel, self.zero_centred)
+                return rms_norm(x, weight, self.eps, self.kernel, self.zero_centred, self.leaf)
             bias = None if self.bias is None else local(self.bias)
             return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps)
 

@@ -52,7 +52,7 @@ from dolmen.model.layers import ColumnParallelLinear, ParameterModule, RowParall
 from dolmen.model.spec import ParamSpecs, select_prefix
 from dolmen.model.spec.layers import Activation
 from dolmen.model.split import ModelSplit
-from dolmen.ops import moe
+from dolmen.ops import invariant, moe
 from dolmen.ops.elementwise import ACTIVATIONS, clamped_swiglu
 from dolmen.parallel import expert
 from dolmen.parallel.data import Unit
@@ -66,7 +66,8 @@ class MLP(Branch):
 
     def __init__(self, mlp: spec.MLPSpec, leaves: ParamSpecs, setting: ModuleContext):
         super().__init__()
-        self.tp, self.act = setting.split.tp, ACTIVATIONS[mlp.activation]
+        activations = ACTIVATIONS if setting.split.tp.exact is None else invariant.ACTIVATIONS
+        self.tp, self.act = setting.split.tp, activations[mlp.activation]
         self.gate = ColumnParallelLinear(select_prefix(leaves, "gate")) if mlp.gated else None
         self.up = ColumnParallelLinear(select_prefix(leaves, "up"))
         self.down = RowParallelLinear(select_prefix(leaves, "down"), self.tp)

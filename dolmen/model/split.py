@@ -109,6 +109,7 @@ def split_model(
             kernels.turned,
             (mesh.fsdp,),
             kernels.fp8,
+            exact=kernels.exact,
         ),
         ContextParallel(mesh.cp, layout.context, kernels.attention),
         mesh.ep,

@@ -7,6 +7,7 @@ from typing import Literal
 
 from dolmen.core.config import NonNegative, config
 from dolmen.model.spec import LayerRun, LoraSpec, ModelSpec
+from dolmen.ops.exact import Exact
 from dolmen.ops.fp8_recipe import Fp8
 
 
@@ -39,6 +40,8 @@ class Training:
     """LoRA adapters to train; None: all parameters."""
     fp8: Fp8 | None = None
     """How products of matrices are rounded; None: they are not."""
+    exact: Exact | None = None
+    """Leaves of all sums, for the same bits at every layout; None: sums as they are fastest."""
 
     def apply_to(self, spec: ModelSpec) -> ModelSpec:
         """Return the spec that is trained: `spec` with adapters, fp8 rounding, and, where balance

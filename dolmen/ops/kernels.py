@@ -11,6 +11,7 @@ import torch
 
 from dolmen.core.torch_private.compute import has_amx
 from dolmen.ops.attention import Attend
+from dolmen.ops.exact import Exact
 from dolmen.ops.fp8_recipe import Fp8
 
 HALF = (torch.float16, torch.bfloat16)
@@ -101,6 +102,11 @@ class Kernels:
     lays_out: bool = True
     """Prepack weights for a CPU where no gradient is kept (parallel/inference_linear.py)."""
 
+    exact: Exact | None = None
+    """Leaves of all sums, which are then added by trees, of operators that are invariant
+    (ops/invariant.py): the same bits at every layout. None: sums as each kernel makes them.
+    """
+
     def describe(self, experts: bool) -> str:
         """Return the kernels in words for the run's header: `attention by flash, norms by one
         kernel, ...`. `experts`: include how experts' products are computed.
@@ -111,6 +117,7 @@ class Kernels:
             f"attention by {self.attention}{lacking}, {grouped}"
             f"norms {NORMS[self.norm]}, {self.logits_at_once >> 20} Mi logits at once, "
             f"squares {SQUARES[self.squares]}"
+            + (f", all sums exact for tp up to {self.exact.tp}" if self.exact else "")
         )
 
 

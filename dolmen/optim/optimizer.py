@@ -143,7 +143,9 @@ def make_optimizer(model: Decoder, config: OptimizerConfig, mesh: Mesh) -> Optim
 
 def adamw(model: Decoder, config: OptimizerConfig) -> AdamW:
     """Build AdamW over the parameters that require a gradient, without allocating its state."""
-    return _adamw(_trainable(model), model.local_specs(), config)
+    # the fused kernel gives other bits to the last elements of a shard
+    fused = model.split.kernels.exact is None
+    return _adamw(_trainable(model), model.local_specs(), config, fused)
 
 
 def _trainable(model: Decoder) -> dict[str, nn.Parameter]:
@@ -152,10 +154,13 @@ def _trainable(model: Decoder) -> dict[str, nn.Parameter]:
 
 
 def _adamw(
-    trained: Mapping[str, nn.Parameter], leaves: Mapping[str, ParamSpec], config: OptimizerConfig
+    trained: Mapping[str, nn.Parameter],
+    leaves: Mapping[str, ParamSpec],
+    config: OptimizerConfig,
+    fused: bool = True,
 ) -> AdamW:
     """Build AdamW with two groups: parameters that decay, as their specs in `leaves` say, and those
-    that do not (norms, biases).
+    that do not (norms, biases). `fused`: update by torch's one kernel, else by lists of operators.
     """
     groups = [
         {
@@ -174,7 +179,8 @@ def _adamw(
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        fused=True,
+        fused=fused,
+        foreach=not fused,
     )
 
 

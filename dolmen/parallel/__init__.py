@@ -6,6 +6,7 @@ log_probabilities.py  log-probabilities of labels and entropy over the split voc
 qk_norm.py            RMSNorm over heads that tp has split
 styles.py             tensor parallelism of any nn.Module
 data.py               ZeRO 0 to 3 through `fully_shard`; reduction, norm and scale of gradients
+exact.py              exact numerics: the same bits at every layout
 assembly.py           matrices put together on one rank, for Muon
 context.py            ring and gathered attention over zigzag chunks
 expert.py             tokens to their experts and back

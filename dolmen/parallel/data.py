@@ -281,6 +281,11 @@ class Reduction:
             self._cross([self.root], True)
         self.root.set_is_last_backward(last)
 
+    def end_backward(self, micro: int, last: bool) -> None:
+        """Called after each action that computes gradients, of microbatch `micro`; `last` of the
+        step. Nothing here: autograd and FSDP have accumulated them (ExactReduction takes them).
+        """
+
     def accumulate_weight_gradients(self, last: bool) -> None:
         """Accumulate weight gradients computed outside a backward (split backward) in fp32, by
         calling FSDP's final hook by hand; with `last`, reduce all of them.

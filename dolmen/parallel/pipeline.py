@@ -304,6 +304,7 @@ class _Step:
         )
         if not self._run_backward_graph(action, dy) and last:
             self._reduction.accumulate_weight_gradients(last)  # no backward, so no hook of FSDP's
+        self._reduction.end_backward(action.micro, last)
 
     def inputs(self, action: Action, dy: Tensor | None) -> None:
         """Run I: compute and send dx, and keep the weight gradients deferred."""
@@ -311,6 +312,7 @@ class _Step:
         # all that was left there is of this backward: whatever was before it has been taken
         assert self.work.later is not None, "the schedule splits backward, its Work does not"
         self.products[action.micro, action.chunk] = self.work.later.take()
+        self._reduction.end_backward(action.micro, last=False)
 
     def weights(self, action: Action) -> None:
         """Run W: compute the weight gradients that I deferred, and reduce them over fsdp if they
@@ -319,7 +321,9 @@ class _Step:
         self.left[action.chunk] -= 1
         for product in self.products.pop((action.micro, action.chunk)):
             product()
-        self._reduction.accumulate_weight_gradients(self.left.total() == 0)
+        done = self.left.total() == 0
+        self._reduction.accumulate_weight_gradients(done)
+        self._reduction.end_backward(action.micro, done)
 
     @property
     def _reduction(self) -> Reduction:

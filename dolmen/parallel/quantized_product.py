@@ -67,6 +67,7 @@ from dolmen.core.torch_private import sharding
 from dolmen.ops import fp8, int8
 from dolmen.ops.fp8_recipe import OPERANDS, Fp8, Granularity, Operand, room
 from dolmen.parallel.data import units
+from dolmen.parallel.exact import LeafProduct
 
 GRANULARITY = "128x128"
 BLOCK = fp8.BLOCKS[GRANULARITY]
@@ -458,8 +459,8 @@ class Int8Product:
         return [self.scale] if self.scale.ndim == 1 else self.scale.unbind()
 
 
-Product = Fp8Product | Int8Product
-"""Products that replace torch's own for 8-bit weights or operands."""
+Product = Fp8Product | Int8Product | LeafProduct
+"""Products that replace torch's own: for 8-bit weights or operands, and for exact numerics."""
 
 
 def _scaled_mm_products(left: Operands, right: Operands, dtype: torch.dtype) -> list[Tensor]:

@@ -29,7 +29,7 @@ is added before anything leaves.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Literal, NamedTuple
 
@@ -43,6 +43,9 @@ from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis
 from dolmen.core.torch_private import compute
 from dolmen.ops import int8
+from dolmen.ops.exact import Exact
+from dolmen.ops.invariant import sum_tokens
+from dolmen.parallel.exact import LeafProduct
 from dolmen.parallel.inference_linear import LaidOut, MultiLora, SplitIntegerLinear
 from dolmen.parallel.quantized_product import Int8Product, Product, ProductAxes, Rounding
 
@@ -126,6 +129,8 @@ class Linear(NamedTuple):
     """Prepacked product with the merged weight, for inference; None: torch's own."""
     several: MultiLora | None = None
     """Further adapters, of which each token has one or none, where no gradient is kept."""
+    cut: Literal["inputs", "outputs"] | None = None
+    """Dim of the weight that tp splits."""
 
     def whole(self, dtype: torch.dtype) -> Float[Tensor, "*experts out in"]:
         """Return the weight in `dtype` without its adapter: dequantised if it is stored in 8 bits,
@@ -161,6 +166,8 @@ class TensorParallel:
     """How products in 8 bits are computed: `Kernels.fp8`."""
     first_expert: int = 0
     """Index of the first local expert."""
+    exact: Exact | None = None
+    """Leaves of sums: `Kernels.exact`."""
 
     @property
     def gathers(self) -> bool:
@@ -182,10 +189,12 @@ class TensorParallel:
         return self.axis.size > 1
 
     def product(self, linear: Linear) -> Product | None:
-        """Return the product that replaces torch's for this weight: `Int8Product` for one stored in
-        8 bits, `Fp8Product` while training with rounded factors (over the axes that split the
-        weight), else None.
+        """Return the product that replaces torch's for this weight: `LeafProduct` with exact
+        numerics, `Int8Product` for one stored in 8 bits, `Fp8Product` while training with rounded
+        factors (over the axes that split the weight), else None.
         """
+        if self.exact is not None:
+            return LeafProduct.from_cut(self.exact, linear.cut, self.axis.size)
         if linear.scale is not None:
             return Int8Product(linear.scale)
         rounding = linear.rounding
@@ -330,7 +339,10 @@ class _Linear(TypedFunction):
             wanted = [g for g, wants in zip(factors, wants_dw, strict=True) if wants]
             made = iter(_compute_weight_gradients(wanted, x, tp.turned))
             dw = [next(made) if wants else None for wants in wants_dw]
-        db = [g.sum(0) if wants else None for g, wants in zip(grads, wants_db, strict=True)]
+        sum_over_tokens = partial(sum_tokens, leaf=tp.exact.tokens) if tp.exact else _sum_rows
+        db = [
+            sum_over_tokens(g) if wants else None for g, wants in zip(grads, wants_db, strict=True)
+        ]
         if dx is not None and call.enters:
             dx = tp.finish_back(dx)
         return dx, None, *dw, *db
@@ -367,6 +379,8 @@ def _input_gradient(
     grads: Sequence[Tensor], weights: Sequence[Tensor], products: Sequence[Product | None]
 ) -> Tensor:
     """Return the sum over i of g_i W_i, accumulated in place in the first product's memory."""
+    if isinstance(products[0], LeafProduct):
+        return products[0].sum_of_input_gradients(grads, weights)
     dx: Tensor | None = None
     for g, w, product in zip(grads, weights, products, strict=True):
         if product is not None:
@@ -378,6 +392,11 @@ def _input_gradient(
             dx.addmm_(g, w)
     assert dx is not None
     return dx
+
+
+def _sum_rows(g: Tensor) -> Tensor:
+    """Return the gradient of a bias: the sum of g over tokens."""
+    return g.sum(0)
 
 
 def _weight_gradients(call: _Call, grads: Sequence[Tensor], x: Tensor) -> Callable[[], None]:

@@ -17,7 +17,7 @@ after forward; backward scales and sends it. Of a frozen head, or input, there i
     weight gradient    dW [rows, hidden] = dlogits^T X, db [rows] = sum of dlogits over tokens
 """
 
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -28,9 +28,11 @@ from torch import Tensor
 from dolmen.core import collectives, profiling, transfers
 from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis
-from dolmen.ops import loss
+from dolmen.core.reduction import Tree
+from dolmen.ops import invariant, loss
 from dolmen.ops.elementwise import accumulate, compile_accumulate
 from dolmen.ops.kernels import Kernels
+from dolmen.parallel.exact import round_losses
 from dolmen.parallel.inference_linear import LaidOut
 from dolmen.parallel.tensor import TensorParallel, weight_products
 
@@ -61,13 +63,16 @@ def embed(
     rows, zero elsewhere, summed by `leave`. Returns all tokens, or this rank's (S(0)) under
     sequence parallelism.
     """
+    look_up = (
+        F.embedding if tp.exact is None else partial(invariant.embedding, leaf=tp.exact.tokens)
+    )
     if tp.axis.size == 1:
-        return F.embedding(tokens, weight)
+        return look_up(tokens, weight)
     first, size = vocabulary_range(vocab_size, tp.axis)
     # ids of other ranks' rows look up row 0, and are multiplied by 0
     row = tokens - first
     mine = (row >= 0) & (row < size)
-    return tp.leave(F.embedding(torch.where(mine, row, 0), weight) * mine[:, None].to(weight.dtype))
+    return tp.leave(look_up(torch.where(mine, row, 0), weight) * mine[:, None].to(weight.dtype))
 
 
 def gather_vocabulary(
@@ -203,6 +208,60 @@ class _LinearCrossEntropy(TypedFunction):
         return dx, *own, *[None] * 5
 
 
+class _ExactLinearCrossEntropy(_LinearCrossEntropy):
+    """The same with exact numerics (parallel/exact.py): a chunk is a sequence, dX is added over
+    blocks of the vocabulary, dW over sequences, and losses in fp64.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Context[TensorParallel],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        weights: Tensor | None,
+        call: LogitsCall,
+        differentiate: bool,
+        compile: bool,
+    ) -> Tensor:
+        """Return the sum of losses in fp64; see the base class. Without bias and weights."""
+        exact = call.tp.exact
+        assert exact is not None and bias is None and weights is None, "checks/exact.py refuses it"
+        entered, block = call.tp.gather_input(x), exact.block(call.vocab_size)
+        wants_dx, wants_dw = (differentiate and wants for wants in ctx.needs_input_grad[:2])
+        sequences = [slice(i, i + exact.tokens) for i in range(0, len(entered), exact.tokens)]
+        total = torch.zeros((), dtype=torch.float64, device=x.device)
+        dx = torch.empty_like(entered) if wants_dx else None
+        sums, dw = Tree(len(sequences)), None
+        blocks = weight.split(block)
+        for i, rows in enumerate(sequences):
+            losses, dlogits = _chunk(
+                entered[rows],
+                weight,
+                labels[rows],
+                call.first,
+                call.tp.axis,
+                wants_dx or wants_dw,
+                torch.float32,
+                call.soft_cap,
+                None,
+                None,
+                block,
+            )
+            total += round_losses(losses).sum()
+            if dlogits is None:
+                continue
+            if dx is not None:
+                pairs = zip(dlogits.split(block, 1), blocks, strict=True)
+                dx[rows] = invariant.sum_of_products(pairs, len(blocks))
+            if wants_dw:
+                dw = sums.add(i, invariant.product(dlogits.t(), entered[rows]))
+        ctx.kept = call.tp
+        ctx.save_for_backward(dx, dw, None)
+        return total
+
+
 def zeros(
     weight: Float[Tensor, "rows hidden"], dtype: torch.dtype, tp: TensorParallel
 ) -> Float[Tensor, "rows hidden"]:
@@ -224,12 +283,15 @@ def _chunk(
     soft_cap: float | None,
     weights: Tensor | None,
     bias: Tensor | None,
+    block: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the losses [n] of n tokens, times `weights`, and the gradient of their sum with
-    respect to this rank's logits [n, rows], in x's dtype (None unless `want_grad`).
+    respect to this rank's logits [n, rows], in x's dtype (None unless `want_grad`). `block`: add
+    exponentials by a tree over so many rows each.
     """
-    logits, slope = logits_and_slope(x, weight, wide, soft_cap, bias)
-    _, e, sums, target = combine_vocabulary(logits, labels, first, axis)
+    product = None if block is None else lambda x, bias: invariant.product(x, weight.t())
+    logits, slope = logits_and_slope(x, weight, wide, soft_cap, bias, product)
+    _, e, sums, target = combine_vocabulary(logits, labels, first, axis, block)
     # z - logit, both relative to the maximum
     losses = torch.where(labels == loss.IGNORED, 0.0, sums.log() - target)
     if weights is not None:
@@ -240,16 +302,23 @@ def _chunk(
 
 
 def combine_vocabulary(
-    logits: Float[Tensor, "n rows"], labels: Int64[Tensor, " n"], first: int, axis: Axis
+    logits: Float[Tensor, "n rows"],
+    labels: Int64[Tensor, " n"],
+    first: int,
+    axis: Axis,
+    block: int | None = None,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, "n rows"], Float[Tensor, " n"], Float[Tensor, " n"]]:
     """Reduce this rank's logits, whose first vocabulary row is `first`, over tp. Returns, over the
     whole vocabulary, the maximum m of each token, e^(logits - m) of this rank's rows (in the
-    logits' memory), the sum of the exponentials, and the label's logit minus m.
+    logits' memory), the sum of the exponentials, and the label's logit minus m. `block`: add them
+    by a tree over so many rows each.
     """
     # Two all-reduces, not three: the exponentials need the maximum of all ranks, and then their sum
     # and the label's logit, which one rank has and the others give as 0, go together.
     maximum = collectives.reduce_scalar(logits.amax(-1), axis, "max")
     e, own_sum, own_target = loss.exponentials(logits, maximum, labels, first)
+    if block is not None:
+        own_sum = invariant.sum_blocks(e, block)
     sums, target = collectives.reduce_scalar(torch.stack((own_sum, own_target)), axis)
     return maximum, e, sums, target
 
@@ -287,8 +356,8 @@ def linear_cross_entropy(
     bias: Float[Tensor, " rows"] | None = None,
 ) -> Float[Tensor, ""]:
     """Return the sum over tokens of -log softmax(x W^T + b)[label], times each token's weight if
-    there are `weights`: a scalar, fp32 (fp64 for fp64 input), I@tp. `soft_cap` bounds the logits
-    first.
+    there are `weights`: a scalar, fp32 (fp64 for fp64 input, and with exact numerics), I@tp.
+    `soft_cap` bounds the logits first.
 
     x is I@tp, `here` all tokens, or S(0)@tp under sequence parallelism; weight and bias S(0)@tp,
     the rows of this rank; labels and weights of all tokens, IGNORED where there is no loss. Divide
@@ -296,6 +365,5 @@ def linear_cross_entropy(
     over one chunk's logits, of `at_once` elements.
     """
     call = LogitsCall(vocab_size, tp, at_once, soft_cap)
-    return _LinearCrossEntropy.apply(
-        x, weight, bias, labels, weights, call, torch.is_grad_enabled(), compile
-    )
+    function = _LinearCrossEntropy if tp.exact is None else _ExactLinearCrossEntropy
+    return function.apply(x, weight, bias, labels, weights, call, torch.is_grad_enabled(), compile)

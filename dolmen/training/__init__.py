@@ -10,6 +10,7 @@ Processes
     worker.py         the process that starts a run, and each worker
     start.py          first start, restart, resume, agreed by all ranks
     initialize.py     the state at step 0
+    self_test.py      whether this machine computes exact numerics
     run.py            a run in one process, from start to end
     finish.py         export, comparison and sample at the end
 Steps

@@ -30,6 +30,7 @@ from dolmen.model.layout import Layout
 from dolmen.model.spec import ModelSpec
 from dolmen.model.training import RouterTraining, Training
 from dolmen.objectives.config import ObjectiveConfig
+from dolmen.ops.exact import Exact, ExactConfig
 from dolmen.ops.fp8_recipe import DELAYED, Fp8, Fp8Config, Precision
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rl.config import CriticConfig, PPOConfig, RolloutConfig
@@ -76,6 +77,12 @@ class TrainConfig:
     in train.dtype. Unset: no 8-bit products.
     """
     fp8: Fp8Config = Fp8Config()
+    numerics: Literal["fast", "exact"] = "fast"
+    """exact: losses, gradients, weights and moments have the same bits at every layout and
+    microbatch size (docs/concepts/numerics.md), for dense models in float32 on CPUs. fast: sums in
+    whatever order takes least time.
+    """
+    exact: ExactConfig = ExactConfig()
     sequence_length: Positive | None = None
     """Tokens of a training sequence; unset: the smaller of 512 and the model's own maximum."""
     global_batch_size: Positive = 8
@@ -256,7 +263,11 @@ class RunConfig:
         """Training options that act inside the model, adapters included. Raises ValueError for an
         adapter that the model cannot have.
         """
-        return replace(self.train.training, adapter=self.adapter.resolve(self.known_model))
+        leaves = None
+        if self.train.numerics == "exact":
+            leaves = Exact(self.train.exact.tp, self.sequence_length)
+        adapter = self.adapter.resolve(self.known_model)
+        return replace(self.train.training, adapter=adapter, exact=leaves)
 
     @property
     def trained(self) -> ModelSpec:

@@ -24,6 +24,7 @@ from dolmen.rl.prompts import PromptLoader
 from dolmen.rl.targets import KLController
 from dolmen.training.config import RunConfig
 from dolmen.training.resolve import ResolvedRun
+from dolmen.training.self_test import check_machine
 from dolmen.training.state import Critic, PretrainingLoss, SpikePolicy, TrainState
 
 
@@ -35,6 +36,8 @@ def make_state(resolved: ResolvedRun, mesh: Mesh, steps: int) -> TrainState:
     run = resolved.config
     schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
     pipeline.connect(schedule, mesh)
+    if run.training.exact is not None:
+        check_machine(run.spec, run.training.exact, run.microbatch_size, mesh)
     model = build_model(run, run.spec, schedule, mesh)
     load_initial(model, resolved.weights, run)
     if resolved.weights is not None:

@@ -47,7 +47,7 @@ from dolmen.objectives.objective import Objective
 from dolmen.objectives.preference import meaningful_metrics
 from dolmen.ops.elementwise import Noise
 from dolmen.optim.config import learning_rate
-from dolmen.parallel import data, pipeline, quantized_product
+from dolmen.parallel import data, exact, pipeline, quantized_product
 from dolmen.parallel.pipeline import StepWork
 from dolmen.parallel.schedule import Action
 from dolmen.training import balance
@@ -125,7 +125,7 @@ def optimizer_step(
         forward_backward(state, term, mesh, count, observe)
         for term, count in zip(terms, counts, strict=True)
     ]
-    parameters, norm = _reduce_gradients(state, mesh)
+    parameters, norm = _reduce_gradients(state, mesh, counts)
     # as late as possible: a signal in the middle of a step ends the run after this step, not after
     # the next one
     stop = device.scalar_tensor(signal(), torch.int64, mesh.device)
@@ -215,10 +215,11 @@ def _reduce_over_world(
     return means, global_tallies.view_as(tallies)
 
 
-def _reduce_gradients(state: TrainState, mesh: Mesh) -> tuple[list[Any], Tensor]:
-    """Complete the gradients, in place: sum those of a tied weight over its two stages, and mask
-    those of frozen rows. Return the trained parameters, and the global L2 norm [] without the loss
-    scale.
+def _reduce_gradients(state: TrainState, mesh: Mesh, counts: Tensor) -> tuple[list[Any], Tensor]:
+    """Complete the gradients, in place: sum those of a tied weight over its two stages, mask those
+    of frozen rows, and multiply by what backward has left of the factor of the loss. Return the
+    trained parameters, and the global L2 norm [] without the loss scale. `counts`: divisors of the
+    terms of the loss.
     """
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     tied = state.model.tied_across_ranks
@@ -227,6 +228,11 @@ def _reduce_gradients(state: TrainState, mesh: Mesh) -> tuple[list[Any], Tensor]
     if state.frozen_phase is not None:
         state.frozen_phase.mask_gradients(state.model)
     with profiling.record_range("optimizer", "norm"):
+        leaves = state.model.split.kernels.exact
+        if leaves is not None:
+            _, rest = exact.split_factor(counts.reciprocal().squeeze())
+            data.scale_gradients(parameters, rest)
+            return parameters, exact.gradient_norm(parameters, mesh, leaves)
         squares = state.model.split.kernels.squares
         # the tied weight is on two stages: its gradient counts once in the norm
         norm = data.gradient_norm(parameters, mesh, tied, squares) / state.scale.value
@@ -329,6 +335,9 @@ def forward_backward(
     losses = balance.open_tallies(model, device.scalar_tensor(share, torch.float64, mesh.device))
     # divides the loss before backward: gradients are sums over dp, never means
     factor = scale * term.weight / count
+    leaves = model.split.kernels.exact
+    if leaves is not None:
+        factor, _ = exact.split_factor(count.reciprocal())
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
         """Run one stage's forward of a microbatch from its input `x` (None: tokens); return
@@ -361,7 +370,12 @@ def forward_backward(
             sums[i].add_(metric)
         return y.total * factor.to(y.total.dtype)
 
-    reduction = data.Reduction(model, state.zero, state.schedule.splits_backward)
+    splits = state.schedule.splits_backward
+    reduction = (
+        data.Reduction(model, state.zero, splits)
+        if leaves is None
+        else exact.ExactReduction(model, state.zero, splits, micros, mesh, model.partial())
+    )
     chunks = [model.blocks(chunk) for chunk in range(state.schedule.chunks)]
 
     def boundary() -> Tensor:

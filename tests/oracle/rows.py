@@ -235,6 +235,7 @@ def row(name: str, model: str = "llama", **changes: Any) -> Row:
 
 
 ACCUMULATE = {"microbatch_size": 2}
+EXACT = ACCUMULATE | {"numerics": "exact", "exact": {"tp": 2}}
 AUXILIARY = dict(balance_coef=0.05, z_coef=0.05)
 BIAS = dict(balance="bias", bias_rate=0.05)
 ROWS = [
@@ -262,6 +263,7 @@ ROWS = [
     row("uneven", data="uneven"),
     row("uneven-accumulation", data="uneven", train=ACCUMULATE),
     row("seed-1", data="seed-1"),
+    row("exact", data="uneven", train=EXACT, dtypes=("float32",)),
     # masks
     row("masked", data="masked", train=ACCUMULATE),
     row("masked-gpt2", "gpt2", data="masked"),

@@ -72,6 +72,13 @@ def gather_plain(record: Record, sum_gradient: Callable[[Tensor], Tensor] | None
         record._get_grad_inner_tensor = sum_gradient  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def gathered_copy(record: Record) -> Tensor | None:
+    """Return the plain copy that FSDP has gathered of a parameter, on which autograd leaves its
+    gradient, freed or not; None before the first gathering. 2.11 to 2.13.
+    """
+    return getattr(record, "_unsharded_param", None)
+
+
 def run_final_callback(root: FSDPModule) -> None:
     """Run FSDP's end-of-backward callback by hand: it looks at each unit once more, accumulates the
     gradients that have come since, and reduces them if that is switched on. 2.11 to 2.13.

@@ -31,6 +31,7 @@ from dolmen.model.spec import (
 from dolmen.serving.generation import encode
 from dolmen.training import folder, metrics
 from dolmen.training.checks import rollout
+from dolmen.training.checks.exact import check_exact
 from dolmen.training.checks.model import check_adapter, check_init, check_moments, check_new_rows
 from dolmen.training.config import RunConfig
 from dolmen.training.evaluate import read_prompts
@@ -278,6 +279,7 @@ def validate_computation(resolved: ResolvedRun) -> None:
     check_objective(resolved)
     check_layout(config)
     check_precision(config)
+    check_exact(config)
 
 
 def check_start_trackers(config: RunConfig) -> None:

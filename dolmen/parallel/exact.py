@@ -1,0 +1,232 @@
+"""Exact numerics over ranks: products of weights that tp splits, gradients of a step, their norm.
+
+Each sum is a tree (core/reduction.py) whose leaves no layout changes (ops/exact.py). Which axis
+splits a sum decides who adds which subtree, and what crosses ranks is added in order
+(`--layout.reduction fixed`), neighbours first:
+
+    o, down              heads or width in `tp` leaves: a rank's, then over tp
+    dX of q, k, v; of    per leaf (q_j + k_j) + v_j, then a tree over j: a rank's leaves, then
+    gate and up          over tp
+    dX of the head       blocks of the vocabulary: a rank's, then over tp
+    dW                   sequences: those of a microbatch, then over microbatches, then over dp
+    dW of norms          the same, of parts of a sequence under sequence parallelism, whose ranks
+                         are added for each microbatch
+    loss                 tokens, on a grid on which fp64 additions are exact, so in any order
+    gradient norm        the same, on a grid that follows from the largest number
+
+So microbatches and the sequences of a dp rank are powers of two in number: else a rank would hold
+no whole subtree. Since (a + b) g is not a g + b g when rounded, backward multiplies the loss by a
+power of two, and the rest of its factor joins when gradients are complete (training/step.py).
+"""
+
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from jaxtyping import Float, Float64, Int32
+from torch import Tensor, nn
+
+from dolmen.core import collectives, state
+from dolmen.core.mesh import Mesh
+from dolmen.core.reduction import Tree
+from dolmen.core.torch_private import sharding
+from dolmen.ops import invariant
+from dolmen.ops.exact import Exact
+from dolmen.parallel.data import Reduction, units
+
+BITS = 26
+"""Bits of each half of a number that is summed exactly: 2^26 of them fit in a sum of fp64."""
+
+
+@dataclass(frozen=True)
+class LeafProduct:
+    """The three products of a dense weight by leaves and trees. Each takes lists of one matrix."""
+
+    tokens: int
+    """Tokens of a leaf of the weight gradient."""
+    inputs: int = 1
+    """Leaves of the output, over this rank's inputs."""
+    outputs: int = 1
+    """Leaves of the input gradient, over this rank's outputs."""
+
+    @staticmethod
+    def from_cut(exact: Exact, cut: Literal["inputs", "outputs"] | None, tp: int) -> "LeafProduct":
+        """Return the products of a weight whose dim `cut` is split over `tp` ranks."""
+        leaves = exact.tp // tp
+        match cut:
+            case "inputs":
+                return LeafProduct(exact.tokens, inputs=leaves)
+            case "outputs":
+                return LeafProduct(exact.tokens, outputs=leaves)
+        return LeafProduct(exact.tokens)
+
+    def output(
+        self, xs: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> list[Float[Tensor, "tokens out"]]:
+        """Return the output x W^T of each (x, weight), a partial sum where tp cuts inputs."""
+        return [self._multiply(x, w.t(), self.inputs) for x, w in zip(xs, weights, strict=True)]
+
+    def input_gradient(
+        self, grads: Sequence[Tensor], weights: Sequence[Tensor]
+    ) -> list[Float[Tensor, "tokens in"]]:
+        """Return the input gradient g W of each (g, weight), a partial sum where tp cuts
+        outputs.
+        """
+        return [self.sum_of_input_gradients([g], [w]) for g, w in zip(grads, weights, strict=True)]
+
+    def weight_gradient(
+        self, grads: Sequence[Tensor], xs: Sequence[Tensor]
+    ) -> list[Float[Tensor, "out in"]]:
+        """Return the weight gradient g^T x of each (g, x)."""
+        return [
+            invariant.weight_gradient(g, x, self.tokens) for g, x in zip(grads, xs, strict=True)
+        ]
+
+    def sum_of_input_gradients(
+        self, grads: Sequence[Float[Tensor, "tokens _"]], weights: Sequence[Float[Tensor, "_ in"]]
+    ) -> Float[Tensor, "tokens in"]:
+        """Return the sum of g W over weights with one input: leaf by leaf, then over leaves."""
+        tree, total = Tree(self.outputs), None
+        cut = [
+            zip(g.chunk(self.outputs, 1), w.chunk(self.outputs), strict=True)
+            for g, w in zip(grads, weights, strict=True)
+        ]
+        for i, ((g, w), *others) in enumerate(zip(*cut, strict=True)):
+            leaf = invariant.product(g, w)
+            for other_g, other_w in others:
+                leaf += invariant.product(other_g, other_w)
+            total = tree.add(i, leaf)
+        assert total is not None
+        return total
+
+    def _multiply(self, a: Tensor, b: Tensor, leaves: int) -> Tensor:
+        """Return a @ b, the dim that is added over cut into leaves."""
+        pairs = zip(a.chunk(leaves, 1), b.chunk(leaves), strict=True)
+        return invariant.sum_of_products(pairs, leaves)
+
+
+class ExactReduction(Reduction):
+    """Gradients of a step added by a tree over microbatches, in whatever order the schedule makes
+    them. Each parameter's is taken from autograd after each backward, whole, and crosses fsdp with
+    the last, whatever the stage of ZeRO: 2 and 3 hold P of gradients, too, and a tree of m
+    microbatches up to log2(m) P more.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        zero: int,
+        split_backward: bool,
+        micros: int,
+        mesh: Mesh,
+        partial: Container[str],
+    ):
+        super().__init__(model, zero, split_backward=True)
+        if zero == 3 and not split_backward:
+            for unit in units(model):
+                unit.set_reshard_after_backward(True, recurse=False)
+        self.mesh, self.micros, self.partial = mesh, micros, partial
+        self.names = {p: name for name, p in model.named_parameters()}
+        self.trees: dict[str, Tree] = {}
+        self.totals: dict[str, Tensor] = {}
+
+    def prepare_backward(self, chunk: Iterable[nn.Module], last_of_chunk: bool, last: bool) -> None:
+        """Nothing: no gradient crosses fsdp in a backward."""
+
+    def accumulate_weight_gradients(self, last: bool) -> None:
+        """Nothing: `end_backward` takes all gradients, those of weights too."""
+
+    def end_backward(self, micro: int, last: bool) -> None:
+        """Take the gradients that a backward of microbatch `micro` has left, sum partial ones over
+        tp, and add them to their trees; with the `last` of the step, reduce the totals over fsdp.
+        """
+        for name, p in self._gradient_holders():
+            if p.grad is not None:
+                gradient, p.grad = p.grad, None
+                if name in self.partial:
+                    gradient = collectives.sum_(gradient.contiguous(), self.mesh.tp)
+                total = self.trees.setdefault(name, Tree(self.micros)).add(micro, gradient)
+                if total is not None:
+                    self.totals[name] = total
+        if last:
+            for name, p in self._gradient_holders():
+                p.grad = self.totals.pop(name, None)
+            super().accumulate_weight_gradients(last)
+
+    def _gradient_holders(self) -> list[tuple[str, Tensor]]:
+        """Return the name and the tensor of each parameter that autograd leaves gradients on: the
+        copy that FSDP has gathered, or the parameter itself without FSDP.
+        """
+        if self.root is None:
+            return [(name, p) for p, name in self.names.items()]
+        copies = [
+            (self.names[record.sharded_param], sharding.gathered_copy(record))
+            for unit in units(self.root)
+            for record in sharding.records(unit)
+        ]
+        return [(name, copy) for name, copy in copies if copy is not None]
+
+
+def gradient_norm(
+    parameters: Iterable[nn.Parameter], mesh: Mesh, exact: Exact
+) -> Float64[Tensor, ""]:
+    """Return the Euclidean norm of the model's global gradient, fp64, whose bits no layout changes.
+
+    Leaves are sums of squares over a row, or over 1 / tp of a row's columns, of which every rank
+    has whole ones: ZeRO cuts between rows, tp between leaves.
+    """
+    leaves = [
+        _squares(state.local_view(p.grad), p.shape[-1] // exact.tp if p.ndim > 1 else 1)
+        for p in parameters
+        # what tp replicates counts once
+        if p.grad is not None and (mesh.tp.rank == 0 or state.replication_weight(p.grad) == 1)
+    ]
+    none = torch.zeros(1, dtype=torch.float64, device=mesh.device)
+    return exact_sum(torch.cat([none, *leaves]), mesh).sqrt()
+
+
+def _squares(gradient: Tensor, columns: int) -> Float64[Tensor, " leaves"]:
+    """Return the sum of squares of each `columns` elements of a row of the gradient, in fp64."""
+    # not -1 for the rows: a rank's shard may have none
+    leaves = gradient.reshape(gradient.numel() // columns, columns)
+    return leaves.square().sum(-1).double()
+
+
+def exact_sum(x: Float64[Tensor, " n"], mesh: Mesh) -> Float64[Tensor, ""]:
+    """Return the sum of x of all ranks, x at least 0, whose bits depend on no order and no
+    distribution: each is rounded to 2 BITS bits below the largest, in two integers, and sums of
+    2^(53 - BITS) integers of BITS bits are exact. Infinite or not a number if one of x is.
+    """
+    largest = collectives.reduce_scalar(x.amax(), mesh.world, "max")
+    # a power of two above the largest; 1 for zeros and for what is not finite
+    _, exponent = torch.frexp(torch.where(largest.isfinite(), largest, 0.0))
+    unit = _power_of_two(exponent - BITS)
+    high = (x / unit).round()
+    low = ((x / unit - high) * 2.0**BITS).round()
+    sums = collectives.reduce_scalar(torch.stack((high.sum(), low.sum())), mesh.world)
+    return (sums[0] + sums[1] * 2.0**-BITS) * unit
+
+
+GRID = 2.0**26
+"""Losses of tokens are rounded to multiples of 1 / GRID: 2^27 nats of them are added exactly."""
+
+
+def round_losses(losses: Float[Tensor, " tokens"]) -> Float64[Tensor, " tokens"]:
+    """Return losses in fp64 on a grid of 2^-26, on which additions are exact."""
+    return (losses.double() * GRID).round() / GRID
+
+
+def split_factor(factor: Float64[Tensor, ""]) -> tuple[Float64[Tensor, ""], Float64[Tensor, ""]]:
+    """Return a power of two, and what it has to be multiplied by to be the positive `factor`.
+    Multiplying by the first rounds nothing, so backward may do it before or after any sum.
+    """
+    mantissa, exponent = torch.frexp(factor)
+    return _power_of_two(exponent), mantissa
+
+
+def _power_of_two(exponent: Int32[Tensor, ""]) -> Float64[Tensor, ""]:
+    """Return 2^exponent."""
+    # in fp64: of integers torch takes powers in fp32
+    wide = exponent.double()
+    return torch.ldexp(torch.ones_like(wide), wide)

@@ -1,0 +1,174 @@
+"""Rules of exact numerics (--train.numerics exact): what has the same bits at every layout, and the
+sizes that its trees take. Whatever no test holds to it is refused.
+"""
+
+from dataclasses import fields
+from functools import reduce
+from typing import Any
+
+from dolmen.core.messages import divisor
+from dolmen.model.spec import (
+    AttentionSpec,
+    EmbeddingSpec,
+    LMHeadSpec,
+    MLPSpec,
+    ModelSpec,
+    NormSpec,
+    RopeSpec,
+    SequentialResidual,
+)
+from dolmen.training.config import RunConfig
+
+FAST = "or set --train.numerics fast"
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "train.dtype": ("float32",),
+    "train.precision": (None,),
+    "train.device": ("auto", "cpu"),
+    "train.compile": (False,),
+    "train.dropout": (0.0,),
+    "train.new_rows.share": (0.0,),
+    "objective.name": ("tokens",),
+    "data.rows": ("text",),
+    "data.document_mask": (False,),
+    "optimizer.name": ("adamw",),
+    "adapter.rank": (None,),
+    "layout.cp": (1,),
+    "layout.ep": (1,),
+    "layout.zero": (1, 2, 3),
+}
+"""The values of options that exact numerics cover."""
+COMPONENTS: dict[type, set[str]] = {
+    EmbeddingSpec: {"rows", "scale"},
+    LMHeadSpec: {"scale"},
+    NormSpec: {"eps", "zero_centred"},
+    SequentialResidual: {"norms", "residual", "residual_scale", "branch_scale"},
+    AttentionSpec: {"heads", "kv_heads", "head_size", "positions", "scale"}
+    | {"q_bias", "k_bias", "v_bias"},
+    MLPSpec: {"size", "gated", "activation"},
+    RopeSpec: {"size", "theta", "scaling", "interleaved", "halved"},
+}
+"""The components of a model that exact numerics cover, and their fields that may have any value;
+others have their default.
+"""
+
+
+def check_exact(config: RunConfig) -> None:
+    """Raise ValueError, with the numbers and the option, where exact numerics are set and do not
+    cover an option, a component of the model or a size; and where their limit is set without them.
+    """
+    if config.train.numerics == "fast":
+        if config.train.exact != type(config.train.exact)():
+            raise ValueError(
+                f"train.exact.tp ({config.train.exact.tp}) is a limit of exact numerics, and "
+                "train.numerics is fast: set --train.numerics exact, or leave it out"
+            )
+        return
+    _check_options(config)
+    _check_components(config.spec)
+    _check_model_sizes(config)
+    _check_batch_sizes(config)
+
+
+def _check_options(config: RunConfig) -> None:
+    """Raise ValueError for the first option with another value than those of OPTIONS, and for sums
+    over processes in no fixed order.
+    """
+    for path, allowed in OPTIONS.items():
+        value = reduce(getattr, path.split("."), config)
+        if value not in allowed:
+            option = path.replace("_", "-")
+            raise ValueError(
+                f"{option} is {value}, and train.numerics exact covers "
+                f"{' or '.join(map(str, allowed))} alone: leave {option} there, {FAST}"
+            )
+    if config.layout.world > 1 and config.layout.reduction != "fixed":
+        raise ValueError(
+            "train.numerics exact adds sums of processes in order, and layout.reduction is "
+            f"{config.layout.reduction}: set --layout.reduction fixed, {FAST}"
+        )
+
+
+def _check_components(spec: ModelSpec) -> None:
+    """Raise ValueError for the first component of the model, or field of one, that exact numerics
+    do not cover.
+    """
+    parts: list[Any] = [spec.embedding, spec.head, spec.final_norm]
+    for block in dict.fromkeys(spec.blocks):
+        positions = getattr(block.mixer, "positions", None)
+        parts += [block.norm, block.arrangement, block.mixer, block.mlp, positions]
+    for part in parts:
+        if part is None:
+            continue
+        kind = type(part)
+        if kind not in COMPONENTS:
+            raise ValueError(f"train.numerics exact does not cover {kind.__name__}: {FAST[3:]}")
+        for field in fields(part):
+            value = getattr(part, field.name)
+            if field.name not in COMPONENTS[kind] and value != field.default:
+                raise ValueError(
+                    f"the model's {kind.__name__}.{field.name} is {value}, and train.numerics "
+                    f"exact covers {field.default} alone: {FAST[3:]}"
+                )
+
+
+def _check_model_sizes(config: RunConfig) -> None:
+    """Raise ValueError where tp is no part of the limit, or the limit does not divide heads and
+    widths, or tp does not cut the vocabulary between its blocks.
+    """
+    limit, tp, spec = config.train.exact.tp, config.layout.tp, config.spec
+    if limit % tp:
+        raise ValueError(
+            f"layout.tp ({tp}) does not divide train.exact.tp ({limit}): set --layout.tp "
+            f"{divisor(limit, near=tp)} or a larger --train.exact.tp, which gives other bits, "
+            f"{FAST}"
+        )
+    sizes = {"hidden_size": spec.hidden_size}
+    for block in spec.blocks:
+        assert isinstance(block.mixer, AttentionSpec) and isinstance(block.mlp, MLPSpec)
+        sizes["num_attention_heads"] = block.mixer.heads
+        sizes["num_key_value_heads"] = block.mixer.kv_heads
+        sizes["intermediate_size"] = block.mlp.size
+        for name, size in sizes.items():
+            if size % limit:
+                raise ValueError(
+                    f"{name} ({size}) is not divisible by train.exact.tp ({limit}): set "
+                    f"--train.exact.tp {size & -size} or less, which has to be {tp} or more, {FAST}"
+                )
+    rows, whole = -(-spec.vocab_size // tp), limit // tp * -(-spec.vocab_size // limit)
+    if tp > 1 and rows != whole:
+        raise ValueError(
+            f"vocab_size ({spec.vocab_size:,}): tp ({tp}) gives {rows:,} rows to a process, and "
+            f"train.exact.tp ({limit}) cuts them into blocks of {whole * tp // limit:,}, which "
+            f"{rows:,} is no multiple of: set --layout.tp 1 or {limit}, {FAST}"
+        )
+
+
+def _check_batch_sizes(config: RunConfig) -> None:
+    """Raise ValueError where a microbatch or a process has no whole subtree of the sequences, or a
+    process none of the tokens that sequence parallelism gives it.
+    """
+    batch, micro = config.train.global_batch_size, config.microbatch_size
+    layout, length, limit = config.layout, config.sequence_length, config.train.exact.tp
+    dp = layout.dp or 1
+    each = batch // dp
+    splits_tokens = layout.sequence_parallel and layout.tp > 1
+    if micro & (micro - 1) and (micro < batch or splits_tokens):
+        raise ValueError(
+            f"train.microbatch-size ({micro}) is no power of two, and train.numerics exact adds "
+            f"sequences by a tree: set --train.microbatch-size {each & -each}, {FAST}"
+        )
+    if dp > 1 and each & (each - 1):
+        raise ValueError(
+            f"train.global-batch-size ({batch}) / dp ({dp}) = {each} sequences per process, no "
+            "power of two, and train.numerics exact adds them by a tree: set "
+            f"--train.global-batch-size {dp << each.bit_length() - 1}, {FAST}"
+        )
+    exact = config.training.exact
+    assert exact is not None
+    if splits_tokens and micro * length // layout.tp % exact.token_leaf:
+        raise ValueError(
+            f"sequence parallelism gives each of tp ({layout.tp}) {micro * length / layout.tp:g} "
+            f"of the {micro} x {length} tokens of a microbatch, and train.exact.tp ({limit}) adds "
+            f"them by leaves of {exact.token_leaf}: set --train.sequence-length to a multiple of "
+            f"{limit}, {FAST}"
+        )

@@ -1,0 +1,152 @@
+"""The self-test of exact numerics: before the first step each process computes the products of its
+run, and parts of them by themselves, and compares bits.
+
+Every run computes parts of the same products, cut between the same leaves (ops/exact.py). If each
+part that a run computes has the bits of its leaves computed alone, all runs have the same. Whether
+it has them is decided by the library, its version, the CPU and the number of threads, from shapes
+alone; so random numbers tell it. It takes about as long as the products of one layer.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dolmen.core import consensus
+from dolmen.core.mesh import Mesh
+from dolmen.model.spec import AttentionSpec, ModelSpec
+from dolmen.ops import invariant
+from dolmen.ops.attention import Attend, blockwise
+from dolmen.ops.exact import Exact
+
+
+class ProductShape(NamedTuple):
+    """A product [m, k] @ [k, n] of a run, and the leaf [leaf_m, k] @ [k, leaf_n] that every run
+    with the same bits has as a part of it.
+    """
+
+    m: int
+    k: int
+    n: int
+    leaf_m: int
+    leaf_n: int
+    transposed: str = ""
+    """Factors that are stored transposed: "" (input gradient), "a" (weight gradient), "b" (output).
+    """
+
+
+def check_machine(spec: ModelSpec, exact: Exact, microbatch_size: int, mesh: Mesh) -> None:
+    """Raise ValueError, on every rank, where one finds a product or an attention whose bits depend
+    on the layout, or computes on no CPU. Collective.
+    """
+    shapes = product_shapes(spec, exact, microbatch_size, mesh.tp.size)
+    if mesh.device.type == "cpu":
+        found = find_broken_product(shapes) or find_broken_attention(
+            spec, exact, microbatch_size, mesh.tp.size
+        )
+    else:
+        found = f"any sum: it computes on {mesh.device.type}"
+    words = f"{found}, with {torch.get_num_threads()} threads" if found else None
+    # one process has no peers to ask, and perhaps no group
+    everyone = consensus.gather_objects(words) if mesh.size > 1 else [words]
+    for rank, broken in enumerate(everyone):
+        if broken is not None:
+            raise ValueError(
+                f"train.numerics exact: rank {rank} has other bits in {broken}: set "
+                "--train.device cpu and OMP_NUM_THREADS=1, or --train.numerics fast"
+            )
+
+
+def product_shapes(
+    spec: ModelSpec, exact: Exact, microbatch_size: int, tp: int
+) -> list[ProductShape]:
+    """Return the products of each weight that tp splits: output, input and weight gradient."""
+    tokens, one, leaves = microbatch_size * exact.tokens, exact.tokens, exact.tp
+    found = []
+    for leaf in dict.fromkeys(spec.leaves.values()):
+        if leaf.role == "head":
+            # multiplied a sequence at a time
+            out, block = -(-leaf.shape[0] // tp), exact.block(leaf.shape[0])
+            found += _column_shapes(one, one, out, block, leaf.shape[1])
+        elif leaf.role == "matrix" and leaf.shards[0].dim == 0:
+            out, inputs = leaf.shape
+            found += _column_shapes(tokens, one, out // tp, out // leaves, inputs)
+        elif leaf.role == "matrix":
+            out, inputs = leaf.shape
+            found += [
+                ProductShape(tokens, inputs // leaves, out, one, out, "b"),
+                ProductShape(tokens, out, inputs // tp, one, inputs // leaves),
+                ProductShape(out, one, inputs // tp, out, inputs // leaves, "a"),
+            ]
+    return list(dict.fromkeys(found))
+
+
+def _column_shapes(
+    tokens: int, sequence: int, out: int, leaf: int, inputs: int
+) -> list[ProductShape]:
+    """Return the products of a rank's part [out, inputs] of a weight split over outputs, `leaf`
+    of which are a leaf.
+    """
+    return [
+        ProductShape(tokens, inputs, out, sequence, leaf, "b"),
+        ProductShape(tokens, leaf, inputs, sequence, inputs),
+        ProductShape(out, sequence, inputs, leaf, inputs, "a"),
+    ]
+
+
+def find_broken_product(shapes: Iterable[ProductShape]) -> str | None:
+    """Compute each product, and its first and last leaf by itself; return in words the first whose
+    bits differ, or None.
+    """
+    for shape in shapes:
+        a = _random_matrix(shape.m, shape.k, "a" in shape.transposed)
+        b = _random_matrix(shape.k, shape.n, "b" in shape.transposed)
+        whole = invariant.product(a, b)
+        for m, n in ((0, 0), (shape.m - shape.leaf_m, shape.n - shape.leaf_n)):
+            rows, columns = slice(m, m + shape.leaf_m), slice(n, n + shape.leaf_n)
+            if not torch.equal(invariant.product(a[rows], b[:, columns]), whole[rows, columns]):
+                return (
+                    f"the product of {shape.m} x {shape.k} and {shape.k} x {shape.n} than in its "
+                    f"part of {shape.leaf_m} x {shape.leaf_n}"
+                )
+    return None
+
+
+def _random_matrix(rows: int, columns: int, transposed: bool) -> Tensor:
+    """Return a random matrix [rows, columns], stored by rows or by columns."""
+    generator = torch.Generator().manual_seed(0)
+    if transposed:
+        return torch.randn(columns, rows, generator=generator).t()
+    return torch.randn(rows, columns, generator=generator)
+
+
+def find_broken_attention(
+    spec: ModelSpec, exact: Exact, microbatch_size: int, tp: int
+) -> str | None:
+    """Compute attention, with its gradients, of a microbatch and a rank's heads, and of the last
+    sequence and key-value head by themselves; return in words the first that differs, or None.
+    """
+    for mixer in dict.fromkeys(block.mixer for block in spec.blocks):
+        assert isinstance(mixer, AttentionSpec), "checks/exact.py has refused it"
+        heads, kv_heads = mixer.heads // tp, mixer.kv_heads // tp
+        group = heads // kv_heads
+        generator = torch.Generator().manual_seed(0)
+        q, k, v, g = (
+            torch.randn(microbatch_size, exact.tokens, n, mixer.head_size, generator=generator)
+            for n in (heads, kv_heads, kv_heads, heads)
+        )
+        whole = _attention(q, k, v, g)
+        cut = (t[-1:, :, -n:] for t, n in zip((q, k, v, g), (group, 1, 1, group), strict=True))
+        part = _attention(*cut)
+        for own, of_all in zip(part, whole, strict=True):
+            if not torch.equal(own, of_all[-1:, :, -own.shape[2] :]):
+                return f"attention over {exact.tokens} tokens of {heads} heads than of {group}"
+    return None
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, ...]:
+    """Return causal attention and its gradients of q, k and v for a gradient g."""
+    q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
+    y = blockwise.attention(q, k, v, Attend())
+    return y.detach(), *torch.autograd.grad(y, (q, k, v), g)

@@ -1,0 +1,293 @@
+"""Exact numerics: every layout and microbatch size leaves the same bits as one process. Raw
+gradients, their norm and losses of three steps, and at the end weights and both moments, of odd
+sizes: sequences of 24 tokens, a feed-forward width of 200, 711 rows of vocabulary in blocks of 178.
+"""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import Flat, Tiny
+from spawning import Row, made_once
+from table import OPTIMIZER, ROWS, SEED, Layout, start
+
+from dolmen.core import collectives, reduction, state, transfers
+from dolmen.core.mesh import SINGLE, Mesh
+from dolmen.core.reduction import Tree
+from dolmen.data.batch import IGNORED, Batch
+from dolmen.model.spec import NormSpec, SequentialResidual
+from dolmen.ops import invariant, norm
+from dolmen.ops.elementwise import ACTIVATIONS
+from dolmen.ops.exact import Exact
+from dolmen.parallel import exact
+from dolmen.training.step import optimizer_step
+
+VOCABULARY, LENGTH, STEPS, LIMIT = 711, 24, 3, 4
+LLAMA = Flat(
+    vocab_size=VOCABULARY,
+    hidden_size=64,
+    intermediate_size=200,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=12,
+    initializer_range=0.1,
+)
+EXACT = Tiny(LLAMA.spec, replace(LLAMA.training, exact=Exact(LIMIT, LENGTH)))
+# what a Llama lacks, of all that is covered: biases, zero-centred norms on both sides of branches,
+# another activation, and scales
+_spec = LLAMA.spec
+_norm = NormSpec(zero_centred=True)
+_block = replace(
+    LLAMA.block(0),
+    norm=_norm,
+    arrangement=SequentialResidual("sandwich", branch_scale=0.9),
+    mixer=replace(LLAMA.block(0).mixer, q_bias=True, k_bias=True, v_bias=True, scale=0.2),
+    mlp=replace(LLAMA.block(0).mlp, activation="gelu_tanh"),
+)
+GEMMA = Tiny(
+    replace(
+        _spec,
+        embedding=replace(_spec.embedding, scale=7.3),
+        runs=(replace(_spec.runs[0], blocks=(_block,)),),
+        final_norm=_norm,
+        head=replace(_spec.head, scale=0.7),
+    ),
+    EXACT.training,
+)
+# AdamW's own eps: where g is about eps, a gradient's last bit is a step of lr
+UPDATE = replace(OPTIMIZER, eps=1e-8)
+
+
+def batches(mesh: Mesh, steps: int) -> list[Batch]:
+    """This rank's rows of each step's batch; the first 3 r mod 11 labels of row r are IGNORED, so
+    that counts are no powers of two and ranks have unequal ones.
+    """
+    rows, out = ROWS // mesh.dp.size, []
+    for step in range(steps):
+        seeded = torch.Generator().manual_seed(SEED + step)
+        tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=seeded)
+        ignored = torch.arange(ROWS)[:, None] * 3 % 11
+        labels = torch.where(torch.arange(LENGTH) < ignored, IGNORED, tokens[:, 1:])
+        mine = slice(mesh.dp.rank * rows, (mesh.dp.rank + 1) * rows)
+        out.append(Batch(tokens[mine, :-1].contiguous(), labels[mine]))
+    return out
+
+
+@contextmanager
+def observed_gradients(train):
+    """A list to which each step adds a copy of its gradients, by name, before they are clipped."""
+    names = {p: n for n, p in train.model.named_parameters()}
+    found, norm = [], exact.gradient_norm
+
+    def observe(parameters, mesh, leaves):
+        grads = {names[p]: p.grad for p in parameters}
+        found.append(
+            {n: state.tensor_like(g, state.local_view(g).clone()) for n, g in grads.items()}
+        )
+        return norm(parameters, mesh, leaves)
+
+    exact.gradient_norm = observe
+    try:
+        yield found
+    finally:
+        exact.gradient_norm = norm
+
+
+def run(mesh: Mesh, layout: Layout, config: Tiny = EXACT, steps: int = STEPS) -> dict:
+    """What a run leaves, by name: numbers of each step, and tensors, this rank's part of each."""
+    train = start(config, mesh, layout, optimizer=UPDATE)
+    found = {}
+    with observed_gradients(train) as gradients:
+        for step, batch in enumerate(batches(mesh, steps)):
+            metrics = optimizer_step(train, batch, mesh)
+            found |= {f"loss {step}": metrics.loss, f"norm {step}": metrics.grad_norm}
+    for step, each in enumerate(gradients):
+        found |= {f"gradient {step}/{name}": g for name, g in each.items()}
+    return found | train.tensors()
+
+
+def differences(got: dict, want: dict) -> list[str]:
+    """The names of what differs in a bit, on any rank; and of tensors that no rank has."""
+    found = []
+    for name, value in got.items():
+        if isinstance(value, float):
+            same = value == want[name]
+        else:
+            same = torch.equal(state.local_view(value), want[name][state.region(value)])
+        found += [] if same else [name]
+    everyone = [(found, set(got))]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, (found, set(got)))
+    missing = set(want) - set().union(*(names for _, names in everyone))
+    return sorted(missing | set().union(*(names for names, _ in everyone)))
+
+
+ALONE = {}
+
+
+def alone(config: Tiny, steps: int) -> dict:
+    """One process, of one microbatch; made once."""
+    if (config, steps) not in ALONE:
+        whole = made_once(lambda: run(SINGLE, Layout(), config, steps))
+        found = {n: v if isinstance(v, float) else v.detach() for n, v in whole.items()}
+        ALONE[config, steps] = found
+    return ALONE[config, steps]
+
+
+def compare(layout: Layout, config: Tiny = EXACT, steps: int = STEPS) -> list[str]:
+    want = alone(config, steps)
+    return differences(run(layout.mesh(torch.device("cpu")), layout, config, steps), want)
+
+
+SHORT = """
+zero1 acc4
+zero1 acc8 full
+zero3 acc2 selective
+dp2 zero2 acc4 fixed
+dp4 zero1 fixed
+tp2 zero1 acc2 fixed
+tp4 zero1 fixed
+tp4 sp zero1 acc8 fixed
+tp2 sp zero3 acc2 full fixed
+pp2 acc4 zero1 fixed
+pp2 acc4 zero-bubble zero1 fixed
+dp2 tp2 zero3 acc2 fixed
+"""
+FULL = """
+dp4 zero3 acc4 fixed
+dp2 zero3 fixed
+tp4 sp zero1 fixed
+tp2 acc4 zero-bubble zero1 fixed
+pp2 acc4 gpipe zero3 fixed
+pp2 acc4 interleaved v2 zero1 fixed
+pp2 acc4 zero-bubble-v v2 zero2 fixed
+pp4 acc8 zero-bubble zero1 fixed
+pp2 dp2 acc4 zero3 fixed
+pp2 tp2 sp acc4 zero1 fixed
+dp2 tp2 sp zero3 acc4 fixed
+pp2 dp2 tp2 sp acc4 zero3 full fixed
+dp2 tp4 sp zero2 acc2 fixed
+"""
+
+
+GEMMAS = """
+tp4 sp zero1 acc4 fixed
+pp2 dp2 zero3 acc4 zero-bubble full fixed
+"""
+LONG = """
+dp2 tp2 sp zero3 acc4 fixed
+"""
+
+
+def rows(lines: str, name: str = "llama", full: bool = False, **options) -> list[Row]:
+    layouts = [Layout.of(line) for line in lines.split("\n") if line]
+    return [
+        Row(f"{one}-{name}", one.world, partial(compare, one, **options), full) for one in layouts
+    ]
+
+
+LAYOUTS = [
+    *rows(SHORT),
+    *rows(FULL, full=True),
+    *rows(GEMMAS, "variation", config=GEMMA),
+    *rows(LONG, "llama, 50 steps", full=True, steps=50),
+]
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in LAYOUTS])
+def test_every_layout_has_the_bits_of_one_process(row, result):
+    assert result(row) == []
+
+
+def swapped(tree_add):
+    """A tree that takes leaf 1 for leaf 2."""
+
+    def add(tree, index, leaf):
+        return tree_add(tree, {1: 2, 2: 1}.get(index, index) if tree.leaves == 4 else index, leaf)
+
+    return add
+
+
+def last_first(parts):
+    """The sum over ranks by a tree that begins at the last."""
+    return reduction.tree_sum(parts.roll(1, 0))
+
+
+# a row, and what is damaged there: the row is to differ in a bit
+DAMAGES = {
+    "sequences swapped": ("zero1 acc4", Tree, "add", swapped(Tree.add)),
+    "ranks swapped": ("tp4 zero1 fixed", transfers, "tree_sum", last_first),
+    "ranks of dp swapped": ("dp4 zero1 fixed", transfers, "tree_sum", last_first),
+    "torch's SiLU": ("tp4 zero1 fixed", invariant, "ACTIVATIONS", ACTIVATIONS),
+    "torch's sum over tokens": (
+        "zero1 acc4",
+        norm,
+        "sum_tokens",
+        lambda rows, leaf: rows.sum(0),
+    ),
+    "heads and width in one sum": (
+        "tp2 zero1 acc2 fixed",
+        exact.LeafProduct,
+        "from_cut",
+        lambda *_: exact.LeafProduct(LENGTH),
+    ),
+    "tokens in one sum": (
+        "zero1 acc4",
+        invariant,
+        "weight_gradient",
+        lambda g, x, leaf: invariant.product(g.t(), x),
+    ),
+    "exponentials in one sum": (
+        "tp2 zero1 acc2 fixed",
+        invariant,
+        "sum_blocks",
+        lambda x, block: x.sum(-1),
+    ),
+    "the factor of the loss rounded before sums": (
+        "zero1 acc4",
+        exact,
+        "split_factor",
+        lambda factor: (factor, torch.ones_like(factor)),
+    ),
+    "squares off the grid": (
+        "dp4 zero1 fixed",
+        exact,
+        "exact_sum",
+        lambda x, mesh: collectives.reduce_scalar(x.float().sum(), mesh.world).double(),
+    ),
+}
+SHORT_DAMAGES = ("sequences swapped", "ranks swapped", "torch's SiLU")
+
+
+def compare_damaged(name: str) -> list[str]:
+    """The first step with one damage, against one process without."""
+    words, owner, attribute, value = DAMAGES[name]
+    layout, want = Layout.of(words), alone(EXACT, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, attribute, value)
+        mesh = layout.mesh(torch.device("cpu"))
+        return differences(run(mesh, layout, steps=1), want)
+
+
+def compare_fixed() -> list[str]:
+    """Sums over ranks in a fixed order alone, without exact numerics, against one process."""
+    layout = Layout.of("tp2 zero1 fixed")
+    fast = Tiny(LLAMA.spec, LLAMA.training)
+    want = made_once(lambda: run(SINGLE, Layout(), fast, steps=1))
+    return differences(run(layout.mesh(torch.device("cpu")), layout, fast, steps=1), want)
+
+
+CONTROLS = [Row("reduction fixed alone", 2, compare_fixed)] + [
+    Row(name, Layout.of(words).world, partial(compare_damaged, name), name not in SHORT_DAMAGES)
+    for name, (words, *_) in DAMAGES.items()
+]
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in CONTROLS])
+def test_a_broken_sum_is_seen(row, result):
+    assert result(row) != []

@@ -1,0 +1,200 @@
+"""--train.numerics exact as a run has it: what it refuses, its self-test, and a run that is
+stopped, and resumed on two ranks, with the bits of one that never stopped.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import tinyrun
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from tinyrun import Material, losses, same, tensors
+
+from dolmen.core.mesh import SINGLE
+from dolmen.model.layout import Layout
+from dolmen.ops import invariant
+from dolmen.ops.exact import Exact
+from dolmen.training import self_test
+from dolmen.training.checks.exact import check_exact
+from dolmen.training.config import RunConfig
+from dolmen.training.run import run_training
+from dolmen.training.self_test import ProductShape
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
+
+EXACT = {"numerics": "exact", "exact": {"tp": 2}, "steps": 6, "sequence_length": 10}
+UPDATE = {"lr": 1e-2, "warmup_steps": 2, "clip": 0.3}
+
+
+def config(material: Material, train: dict | None = None, **sections) -> RunConfig:
+    return material.config(train=EXACT | (train or {}), **sections)
+
+
+# what is set, and the words of the refusal; docs/concepts/numerics.md lists them
+REFUSED = {
+    "half precision": ({"train": {"dtype": "bfloat16"}}, "train.dtype is bfloat16"),
+    "eight bits": ({"train": {"precision": "fp8-rowwise"}}, "train.precision is fp8-rowwise"),
+    "compiled": ({"train": {"compile": True}}, "train.compile is True"),
+    "on a GPU": ({"train": {"device": "cuda"}}, "train.device is cuda"),
+    "dropout": ({"train": {"dropout": 0.1}}, "train.dropout is 0.1"),
+    "documents": ({"data": {"document_mask": True}}, "data.document-mask is True"),
+    "chats": ({"data": {"rows": "chats"}}, "data.rows is chats"),
+    "preferences": ({"objective": {"name": "dpo"}}, "objective.name is dpo"),
+    "adapters": ({"adapter": {"rank": 4}}, "adapter.rank is 4"),
+    "Muon": ({"optimizer": {"name": "muon"}}, "optimizer.name is muon"),
+    "new rows": ({"train": {"new_rows": {"share": 0.5}}}, "train.new-rows.share is 0.5"),
+    "a ring": ({"layout": {"cp": 2}}, "layout.cp is 2"),
+    "ZeRO 0": ({"layout": {"zero": 0}}, "layout.zero is 0, and train.numerics exact covers 1 or 2"),
+    "sums in any order": ({"layout": {"tp": 2}}, "set --layout.reduction fixed"),
+    "tp over the limit": (
+        {"layout": {"tp": 4, "reduction": "fixed"}},
+        r"layout.tp \(4\) does not divide train.exact.tp \(2\): set --layout.tp 2",
+    ),
+    "heads": ({"train": {"exact": {"tp": 4}}}, r"num_key_value_heads \(2\) .* --train.exact.tp 2"),
+    "width": (
+        {"model": {"intermediate_size": 47}},
+        r"intermediate_size \(47\) is not divisible by train.exact.tp \(2\)",
+    ),
+    "vocabulary": (
+        {
+            "model": {"vocab_size": 33, "num_attention_heads": 8, "num_key_value_heads": 8},
+            "train": {"exact": {"tp": 8}},
+            "layout": {"tp": 4, "reduction": "fixed"},
+        },
+        r"vocab_size \(33\): tp \(4\) gives 9 rows .* blocks of 5",
+    ),
+    "microbatch": (
+        {"train": {"global_batch_size": 12, "microbatch_size": 3}},
+        r"train.microbatch-size \(3\) is no power of two",
+    ),
+    "sequences of a process": (
+        {
+            "train": {"global_batch_size": 12, "microbatch_size": 1},
+            "layout": {"dp": 2, "reduction": "fixed"},
+        },
+        r"\(12\) / dp \(2\) = 6 sequences .* set --train.global-batch-size 8",
+    ),
+    "tokens": (
+        {
+            "train": {"sequence_length": 9, "microbatch_size": 1},
+            "layout": {"tp": 2, "sequence_parallel": True, "reduction": "fixed"},
+        },
+        "sequence parallelism gives each of tp .* 4.5",
+    ),
+    "a tied head": ({"model": {"tie_word_embeddings": True}}, "LMHeadSpec.tied is True"),
+    "a window": ({"model": {"sliding_window": 4, "model_type": "mistral"}}, "AttentionSpec.window"),
+    "norms of queries": ({"model": {"model_type": "qwen3"}}, "AttentionSpec.qk_norm"),
+    "biases of rows": ({"model": {"mlp_bias": True}}, "MLPSpec.bias is True"),
+    "experts": (
+        {"model": {"model_type": "mixtral", "num_local_experts": 4}},
+        "does not cover MoESpec",
+    ),
+    "a limit alone": (
+        {"train": {"numerics": "fast"}},
+        r"train.exact.tp \(2\) is a limit of exact numerics",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused(name, material):
+    sections, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words) as refused:
+        check_exact(config(material, **sections))
+    assert "--train.numerics" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"train": {"numerics": "fast", "exact": {"tp": 8}}},
+        {"layout": {"tp": 2, "dp": 2, "zero": 3, "reduction": "fixed", "sequence_parallel": True}},
+        {"train": {"global_batch_size": 24, "microbatch_size": 2}, "layout": {"pp": 2, "dp": 3}},
+        {"train": {"global_batch_size": 6, "microbatch_size": 6}},
+        {"model": {"model_type": "qwen2"}},
+    ],
+)
+def test_is_covered(sections, material):
+    sections = sections | {"layout": sections.get("layout", {}) | {"reduction": "fixed"}}
+    check_exact(config(material, **sections))
+
+
+def shape(m=64, k=48, n=40, leaf_m=32, leaf_n=20, transposed="") -> ProductShape:
+    return ProductShape(m, k, n, leaf_m, leaf_n, transposed)
+
+
+def test_the_self_test_names_what_breaks(monkeypatch, material):
+    shapes = [shape(), shape(transposed="a"), shape(transposed="b", n=41), shape(m=7, leaf_m=1)]
+    assert self_test.find_broken_product(shapes) is None
+    spec = config(material).spec
+    self_test.check_machine(spec, Exact(2, 10), 4, SINGLE)
+    right = invariant.product
+
+    def product(a, b):
+        return right(a, b) if b.shape[1] != 41 else right(a, b) * (1 + 2**-23)
+
+    monkeypatch.setattr(invariant, "product", product)
+    words = "the product of 64 x 48 and 48 x 41 than in its part of 32 x 20"
+    assert self_test.find_broken_product(shapes) == words
+    monkeypatch.setattr(self_test, "find_broken_product", lambda shapes: words)
+    refusal = f"rank 0 has other bits in {words}, with 1 threads: set .* OMP_NUM_THREADS=1"
+    with pytest.raises(ValueError, match=refusal):
+        self_test.check_machine(spec, Exact(2, 10), 4, SINGLE)
+
+
+@pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="breaks known of MKL")
+def test_the_self_test_sees_what_is_not_padded(monkeypatch):
+    monkeypatch.setattr(invariant, "product", torch.mm)
+    sizes = [(k, m, n) for k in (25, 200, 512) for m in (1, 2, 3) for n in (4, 9)]
+    small = [shape(m=40, n=40, k=k, leaf_m=m, leaf_n=n) for k, m, n in sizes]
+    assert self_test.find_broken_product(small) is not None
+
+
+def test_the_self_test_has_every_product(material):
+    """Of q and o, of k and v, of gate and up and down, of the head, three each."""
+    spec = config(material).spec
+    shapes = self_test.product_shapes(spec, Exact(2, 10), 4, 1)
+    q_and_o, kv, wide, head = 32 * 32, 16 * 32, 48 * 32, 300 * 32
+    elements = [s.k * s.n for s in shapes if s.transposed == "b"]
+    assert sorted(elements) == sorted([q_and_o, q_and_o // 2, kv, wide, wide // 2, head])
+    assert {s.leaf_m for s in shapes if s.transposed != "a"} == {10}
+    assert {s.m for s in shapes if s.transposed != "a"} == {10, 40}
+    halves = self_test.product_shapes(spec, Exact(2, 10), 4, 2)
+    assert all(s.leaf_n in (s.n, s.n // 2) for s in shapes)
+    assert all((s.leaf_n, s.leaf_m) in ((s.n, s.m), (s.n, 10)) for s in halves)
+
+
+def train(material: Material, out: Path, layout: Layout | None = None, resumed=False, **options):
+    layout = layout or Layout(dp=1)
+    mesh = layout.mesh(torch.device("cpu")) if dist.is_initialized() else SINGLE
+    run = config(material, options, layout=vars(layout), optimizer=UPDATE, checkpoint={"every": 3})
+    return run_training(run, out, mesh, Console(quiet=True), resumed=resumed)
+
+
+LAYOUTS = {
+    "tp": Layout(tp=2, dp=1, sequence_parallel=True, reduction="fixed"),
+    "dp": Layout(dp=2, zero=3, reduction="fixed"),
+    "pp": Layout(pp=2, dp=1, schedule="zero-bubble", reduction="fixed"),
+}
+
+
+def resume_everywhere(material: Material, folder: Path) -> None:
+    for name, layout in LAYOUTS.items():
+        if dist.get_rank() == 0:
+            shutil.copytree(folder / "half", folder / name)
+        dist.barrier()
+        train(material, folder / name, layout, resumed=True, microbatch_size=1)
+
+
+def test_a_run_goes_on_at_any_layout(material, tmp_path, spawn):
+    """Its losses, norms, weights and moments; with validation, warm-up and clipping."""
+    train(material, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "half")
+    shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-00000006")
+    spawn(2)(resume_everywhere, material, tmp_path)
+    for name in LAYOUTS:
+        assert losses(tmp_path / name) == losses(tmp_path / "whole"), name
+        assert same(tensors(tmp_path / name, 6), tensors(tmp_path / "whole", 6)), name
