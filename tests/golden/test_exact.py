@@ -15,6 +15,7 @@ from spawning import Row, made_once
 from table import OPTIMIZER, ROWS, SEED, Layout, start
 
 from dolmen.core import collectives, reduction, state, transfers
+from dolmen.core.consensus import gather_objects
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.core.reduction import Tree
 from dolmen.data.batch import IGNORED, Batch
@@ -119,12 +120,10 @@ def differences(got: dict, want: dict) -> list[str]:
         else:
             same = torch.equal(state.local_view(value), want[name][state.region(value)])
         found += [] if same else [name]
-    everyone = [(found, set(got))]
-    if dist.is_initialized():
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (found, set(got)))
-    missing = set(want) - set().union(*(names for _, names in everyone))
-    return sorted(missing | set().union(*(names for names, _ in everyone)))
+    mine = found, list(got)
+    everyone = gather_objects(mine) if dist.is_initialized() else [mine]
+    missing = set(want).difference(*(names for _, names in everyone))
+    return sorted(missing.union(*(names for names, _ in everyone)))
 
 
 ALONE = {}
