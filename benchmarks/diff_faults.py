@@ -560,11 +560,11 @@ def report(fault: Fault, tensors: Tensors) -> DiffReport:
 
 def right(fault: Fault, found: DiffReport) -> tuple[bool, bool]:
     """Whether the tensor that is named is the right one, and what it is said to look like."""
-    if found.parting is None:
+    if found.first is None:
         return False, False
-    row = found.parting.row
+    row = found.first.row
     named = f"{row.stage}/{row.name}" in fault.where.split("|")
-    return named, named and found.parting.fault.kind in fault.kinds.split("|")
+    return named, named and found.first.fault.kind in fault.kinds.split("|")
 
 
 def two(rank: int, folder: str, names: list[str]) -> None:
@@ -603,7 +603,7 @@ def main(words: list[str]) -> int:
         table.add_column(column, overflow="fold")
     tensors = kinds = 0
     for fault in faults:
-        told = found[fault.name].parting
+        told = found[fault.name].first
         named, kind = right(fault, found[fault.name])
         tensors, kinds = tensors + named, kinds + kind
         first = "nothing" if told is None else f"{told.row.stage}/{told.row.name}"
@@ -613,7 +613,7 @@ def main(words: list[str]) -> int:
     Console(width=160).print(table)
     if "--markdown" in words:
         for fault in faults:
-            told = found[fault.name].parting
+            told = found[fault.name].first
             assert told is not None
             print(f"| {fault.name} | {told.row.stage}: {told.row.name} | {told.fault.kind} |")
     print(f"the tensor is right in {tensors} of {len(faults)}, what it looks like in {kinds}")

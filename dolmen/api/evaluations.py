@@ -93,7 +93,7 @@ def diff(
     """`dolmen diff FIRST SECOND`: find the first tensor that differs between two computations of a
     model, by default dolmen's and transformers'. `options` are those of the command: `a` and `b`
     set how each side is computed, `optimizer` the update, as mappings. `report.ok` is True if they
-    agree, `report.parting` is where they differ, `print(report)` explains both. Raises ValueError
+    agree, `report.first` is the first difference, `print(report)` explains both. Raises ValueError
     on bad input, RuntimeError if a worker process of a layout fails.
 
         print(dolmen.diff("path/to/model", a={"layout": {"tp": 2}, "dtype": "bfloat16"}))

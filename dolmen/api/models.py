@@ -92,7 +92,7 @@ def build_generate_config(
         if name not in known:
             every = [one.replace("_", "-") for one in (*PARAMETERS, *known)]
             near = suggestion(name.replace("_", "-"), every) or choices(name, known)
-            raise ValueError(f"there is no option {brief(name)}: {near}")
+            raise ValueError(f"unknown option {brief(name)}: {near}")
     if isinstance(values.get("stop"), str):
         values["stop"] = (values["stop"],)
     bias = values.get("logit_bias")

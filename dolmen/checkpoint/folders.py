@@ -13,7 +13,7 @@
       step-00000200.damaged-2/    look at, never read again, and deleted by --overwrite alone
       step-00000100.kept/         files of somebody else's that lay in a checkpoint that was deleted
 
-Whoever is killed between any two lines of this file leaves the newest whole checkpoint readable:
+Whoever is killed between any two lines of this file leaves the newest complete checkpoint readable:
 tests/checkpoint kills at every one of them. Nothing is deleted but files that a save writes, by
 name; no link is followed.
 """
@@ -73,7 +73,9 @@ def describe_newest(folder: Path) -> str:
     """Say which checkpoint a run can resume from, as a sentence without its end."""
     steps = list_checkpoints(folder)
     return (
-        f"The newest whole checkpoint is of step {max(steps)}" if steps else "Nothing is saved yet"
+        f"The newest complete checkpoint is that of step {max(steps)}"
+        if steps
+        else "Nothing is saved yet"
     )
 
 

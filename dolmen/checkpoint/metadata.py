@@ -59,7 +59,7 @@ def find_numbers(file: io.BufferedIOBase, position: int, length: int) -> Numbers
     with zipfile.ZipFile(window) as archive:
         found = [e for e in archive.infolist() if NUMBERS in e.filename]
     if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
-        raise zipfile.BadZipFile(f"at {position} are no numbers as torch.save writes them")
+        raise zipfile.BadZipFile(f"at {position} are not tensor data of torch.save")
     # The archive's directory, at its end, says where an entry's header begins, not how long it is:
     # that has the length of the name and of the padding which puts the numbers at 64 bytes.
     window.seek(found[0].header_offset + 26)  # of the local header: 2 + 2 bytes, two lengths
@@ -197,7 +197,7 @@ def stored_tensors(found: Metadata) -> dict[str, TensorStorageMetadata]:
     everything = found.state_dict_metadata
     stored = {n: t for n, t in everything.items() if type(t) is TensorStorageMetadata}
     if odd := [n for n in everything if n not in stored]:
-        raise TypeError(f"{odd[:3]} are no tensors")
+        raise TypeError(f"{odd[:3]} are not tensors")
     return stored
 
 
@@ -279,10 +279,10 @@ def _check_place(name: str, place: Place, size: int) -> None:
     least `size` bytes.
     """
     if type(place) is not Place or type(place.relative_path) is not str:
-        raise TypeError(f"the place of {name} is none")
+        raise TypeError(f"the place of {name} is missing")
     if not FILE.fullmatch(place.relative_path):
         raise ValueError(f"it names {place.relative_path}, a file outside the checkpoint")
     if type(place.offset) is not int or type(place.length) is not int or place.offset < 0:
-        raise TypeError(f"the place of {name} is no position in a file")
+        raise TypeError(f"the place of {name} is not a position in a file")
     if not size <= place.length < 2**60:
         raise ValueError(f"the place of {name} has no room for {size:,} bytes")

@@ -114,7 +114,7 @@ class Reader(FileSystemReader):
             if n not in tensors and n not in elsewhere and n.split("/")[0] in kinds
         ]:
             raise KeyError(
-                f"{self.folder} holds {len(extra)} tensors that have no place here, e.g. "
+                f"{self.folder} holds {len(extra)} tensors that the model does not have, e.g. "
                 f"{extra[:3]}"
             )
         if other := [n for n, t in tensors.items() if t.shape != stored[n].size]:
@@ -282,9 +282,9 @@ def locate(path: Path) -> Path:
             return found[max(found)]
     if (path / "checkpoints").is_dir():
         lies = [entry.name for entry in sorted((path / "checkpoints").iterdir())]
-        what = f"in checkpoints/ is only {', '.join(lies[:3])}" if lies else "nothing is saved yet"
-        raise ValueError(f"{path} holds no whole checkpoint: {what}")
+        what = f"checkpoints/ has only {', '.join(lies[:3])}" if lies else "nothing is saved yet"
+        raise ValueError(f"{path} has no complete checkpoint: {what}")
     raise ValueError(
-        f"{path} holds no whole checkpoint: give a run's folder (with checkpoints/ in it), its "
+        f"{path} has no complete checkpoint: give a run's folder (with checkpoints/ in it), its "
         "folder of checkpoints (with step-NNNNNNNN/ in it) or one of those"
     )

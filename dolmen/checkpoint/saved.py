@@ -106,9 +106,9 @@ def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:
     # a renamed folder would be resumed at the wrong step
     named = folders.WHOLE.fullmatch(where.name)
     if named and int(named[1]) != meta["step"]:
-        raise Damaged(f"{where} is of step {meta['step']} (its {STATE}), and named as of another")
+        raise Damaged(f"{where} has the name of another step than its {STATE} ({meta['step']})")
     if meta["updates"] > meta["step"]:
-        raise Damaged(f"{where / STATE}: updates ({meta['updates']}) is over step ({meta['step']})")
+        raise Damaged(f"{where / STATE}: updates ({meta['updates']}) exceeds step ({meta['step']})")
     scale, good_steps = meta["loss_scale"]
     last = meta["validation"]
     return Saved(

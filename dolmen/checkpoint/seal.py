@@ -97,7 +97,7 @@ class Seal:
         want, size = self._lookup(name)
         content = _read(path, min(size, LARGEST[name]))  # what a file has grown by is not read
         if len(content) != size or digest(content) != want:
-            raise Damaged(f"{path} is damaged: it is not what was saved")
+            raise Damaged(f"{path} is damaged: its content has changed since it was saved")
         return content
 
     def check_parts(self, name: str, parts: Iterable[tuple[int, int, int]]) -> None:
@@ -105,7 +105,9 @@ class Seal:
         was saved.
         """
         if digest_of_parts(parts) != self._lookup(name)[0]:
-            raise Damaged(f"{self.folder / name} is damaged: it is not the file that was saved")
+            raise Damaged(
+                f"{self.folder / name} is damaged: the file has changed since it was saved"
+            )
 
     def check_size(self, name: str, least: int) -> None:
         """Raises Damaged unless the file exists with the size in the seal, and at least `least`
@@ -119,7 +121,7 @@ class Seal:
     def _lookup(self, name: str) -> tuple[str, int]:
         """(digest, size) of a file. Raises Damaged where the seal does not list it."""
         if name not in self.files:
-            raise Damaged(f"{self.folder / SEAL} is damaged: it says nothing of {name}")
+            raise Damaged(f"{self.folder / SEAL} is damaged: it does not list {name}")
         return self.files[name]
 
 
@@ -172,7 +174,7 @@ def _parse(path: Path, content: bytes) -> dict[str, tuple[str, int]]:
     for line in rest.decode("ascii", "replace").splitlines():
         want, size, name = (line.split("  ") + ["", ""])[:3]
         if not (FILE.fullmatch(name) and size.isdecimal() and len(size) < 20):
-            raise Damaged(f"{path} is damaged: {line[:80]!r} is no line of a seal")
+            raise Damaged(f"{path} is damaged: {line[:80]!r} is not a line of a seal")
         files[name] = want, int(size)
     return files
 

@@ -130,7 +130,7 @@ class Checkpoints:
         found = folders.list_checkpoints(self.folder)
         if step not in found:
             raise ValueError(
-                f"{self.folder} has no checkpoint of step {step}, but of steps {list(found)}"
+                f"{self.folder} has no checkpoint of step {step}, only of steps {list(found)}"
             )
         return found[step]
 
@@ -143,7 +143,7 @@ class Checkpoints:
         `error`; its message says what to remove and which step the run then resumes from.
         """
         older = max((s for s in self.steps() if s < step), default=None)
-        way = f"to go on from step {older}" if older is not None else "to start again"
+        way = f"to resume from step {older}" if older is not None else "to start again"
         return Damaged(
             f"the newest checkpoint cannot be read ({error}): remove {self.path(step)} {way}"
         )

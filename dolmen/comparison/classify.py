@@ -45,7 +45,7 @@ def classify(a: Side, b: Side, row: TensorComparison) -> Fault:
         return _compare_scores(a, b, row)
     x, y = (side.recording.tensors.get((row.stage, row.name)) for side in (a, b))
     if x is None or y is None:
-        return Fault("only on one side", f"side {'A' if y is None else 'B'} alone has it")
+        return Fault("only on one side", f"only {'A' if y is None else 'B'} has it")
     if x.shape != y.shape:
         return Fault("another shape", f"{list(x.shape)} in A, {list(y.shape)} in B")
     tried = chain(_compare_ranks(a, x, y), _compare_tensors(a, b, row, x.join(), y.join()))
@@ -57,11 +57,11 @@ def _without_explanation(row: TensorComparison) -> Fault:
     NEARLY times what is allowed, other values else, and for weights always.
     """
     if row.stage == "weights":
-        return Fault("other values", "other numbers, that no change known here makes of B's")
+        return Fault("other values", "other values, which no known fault explains")
     if row.difference <= NEARLY * row.allowed:
-        text = "so little that it may be: compare in float64 (--a.dtype, --b.dtype)"
+        text = "so little that it may be rounding: compare in float64 (--a.dtype, --b.dtype)"
         return Fault("rounding", text)
-    return Fault("other values", "another function of inputs that agree")
+    return Fault("other values", "a different function of equal inputs")
 
 
 def _explains(made: Tensor, a: Tensor, b: Tensor) -> bool:
@@ -104,13 +104,13 @@ def _compare_group(axis: str, pieces: list[RecordedShard], right: list[Tensor]) 
         # an all-reduce that was left out leaves partial sums on the ranks
         total = torch.stack([p.values.double() for p in pieces]).sum(0)
         if _explains(total, first.values, right[0]):
-            text = f"what the ranks of {axis} hold adds up to what is right: it was not summed"
+            text = f"the sum of the {axis} ranks' values is right: they were not all-reduced"
             yield Fault("a missing sum", text, axis)
     else:
         for piece, mine in zip(pieces, right, strict=True):
             for other, theirs in zip(pieces, right, strict=True):
                 if piece is not other and _explains(piece.values, mine, theirs):
-                    text = f"rank {piece.rank} holds the part of rank {other.rank}, along {axis}"
+                    text = f"rank {piece.rank} holds the shard of rank {other.rank} along {axis}"
                     yield Fault("another rank's part", text, axis)
     for piece, mine in zip(pieces, right, strict=True):
         for factor, kind, many in (
@@ -119,7 +119,7 @@ def _compare_group(axis: str, pieces: list[RecordedShard], right: list[Tensor]) 
             (1 / n, "a doubled sum", f"{n} times"),
         ):
             if _explains(piece.values * factor, piece.values, mine):
-                yield Fault(kind, f"rank {piece.rank} of {axis} holds {many} what is right", axis)
+                yield Fault(kind, f"rank {piece.rank} of {axis} holds {many} the right value", axis)
 
 
 def _join_microbatches(recorded: Recorded) -> dict[int, RecordedShard]:
@@ -152,7 +152,7 @@ def _compare_tensors(
     specific kinds first.
     """
     if not x.isfinite().all():
-        yield Fault("not finite", f"{int((~x.isfinite()).sum())} elements of A are no numbers")
+        yield Fault("not finite", f"{int((~x.isfinite()).sum())} elements of A are not finite")
         return
     x, y = x.double(), y.double()
     if not x.any() and y.any():
@@ -216,7 +216,7 @@ def _find_exchange(
         if _explains(other.double(), y, x):
             # and A's tensor of that name is B's of this
             both = _explains(mine.double(), x, y)
-            text = f"exchanged with {name}" if both else f"it is {name} of B"
+            text = f"exchanged with {name}" if both else f"A's equals B's {name}"
             yield Fault("swapped", text)
 
 
@@ -225,7 +225,7 @@ def _find_permutation(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -
     heads permuted, tokens shifted, or rotated by rope.
     """
     if x.ndim == 2 and x.shape[0] == x.shape[1] and _explains(x.t(), x, y):
-        yield Fault("transposed", "A's is B's with rows and columns exchanged")
+        yield Fault("transposed", "A's is the transpose of B's")
     layer = recording.layer_of(row.name)
     activation = row.stage in ("forward", "backward")
     dims = range(x.ndim)
@@ -265,8 +265,8 @@ def _find_head_order(x: Tensor, y: Tensor, dim: int, size: int) -> Iterator[Faul
         if _explains(torch.cat((one[:, half:], one[:, :half]), 1), one, other):
             yield Fault("swapped halves", "the halves of each head are exchanged")
         for order, pairs in (
-            ("neighbours, B's are halves", one.unflatten(1, (half, 2)).transpose(1, 2)),
-            ("halves, B's are neighbours", one.unflatten(1, (2, half)).transpose(1, 2)),
+            ("adjacent elements, B's are halves", one.unflatten(1, (half, 2)).transpose(1, 2)),
+            ("halves, B's are adjacent elements", one.unflatten(1, (2, half)).transpose(1, 2)),
         ):
             if _explains(pairs.reshape(one.shape), one, other):
                 yield Fault("permuted pairs", f"A's pairs of rope are {order}")
@@ -286,7 +286,9 @@ def _find_shift(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
             )
         )
         if _explains(one[:, from_], one[:, kept], other[:, kept]):
-            yield Fault("shifted", f"A's tokens are {abs(by)} position{'s' * (abs(by) > 1)} off")
+            yield Fault(
+                "shifted", f"A's tokens are shifted by {abs(by)} position{'s' * (abs(by) > 1)}"
+            )
 
 
 def _find_rotation(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Iterator[Fault]:
@@ -309,9 +311,9 @@ def _find_rotation(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -> I
         # token 0 has angle 0 under any base and scaling
         begins = (one - other).unflatten(0, (-1, side.length))[:, 0].abs().max()
         if begins <= 1e-4 * other.abs().max():
-            yield Fault("other angles", "turned by other angles: the base or scaling of rope")
+            yield Fault("other angles", "rotated by other angles: rope's base or scaling")
         else:
-            yield Fault("other positions", "turned from the first token on: positions are off")
+            yield Fault("other positions", "rotated from the first token on: positions are shifted")
 
 
 def _find_offset(a: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Iterator[Fault]:
@@ -329,7 +331,7 @@ def _find_offset(a: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Iterat
             deviation.shape
         )
         if _explains(by_position, torch.zeros_like(deviation), deviation):
-            yield Fault("an offset by position", "what is added is the same in every sequence")
+            yield Fault("an offset by position", "the same is added in every sequence")
     elif x.ndim:
         same = deviation.mean() * torch.ones_like(deviation)
         if _explains(same, torch.zeros_like(deviation), deviation):
@@ -349,7 +351,7 @@ def _find_scale(x: Tensor, y: Tensor, row: TensorComparison) -> Iterator[Fault]:
         by = (x * y).sum(dim, keepdim=True) / y.square().sum(dim, keepdim=True)
         if _explains(by * y, y, x):
             yield Fault(
-                "a scale by row" if dim else "a scale by column", f"another number for {text}"
+                "a scale by row" if dim else "a scale by column", f"another factor for {text}"
             )
 
 
@@ -369,7 +371,7 @@ def _find_region(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Ite
         if 0 < places[0]:
             yield Fault("from a position on", f"tokens differ from position {places[0]} on")
         if places[-1] < side.length - 1:
-            yield Fault("some positions", f"tokens differ up to position {places[-1]} alone")
+            yield Fault("some positions", f"only tokens up to position {places[-1]} differ")
     for unit, which in (("rows", rows), ("columns", columns)):
         number = int(which.sum())
         if number <= len(which) // 2 and not (activation and unit == "rows"):
@@ -388,7 +390,7 @@ def _compare_scores(a: Side, b: Side, row: TensorComparison) -> Fault:
     if only_a.any() or only_b.any():
         side, pairs = ("A", only_a) if only_a.any() else ("B", only_b)
         _, _, query, key = pairs.nonzero()[0].tolist()
-        return Fault("another mask", f"{side} alone lets token {query} see token {key}")
+        return Fault("another mask", f"only in {side} does token {query} attend to token {key}")
     seen = (x > 0) & (y > 0)
     # log softmax is the score up to a constant per query, which its mean removes
     logs = [torch.where(seen, t.clamp(min=1e-30).log(), 0.0).double() for t in (x, y)]
@@ -397,4 +399,4 @@ def _compare_scores(a: Side, b: Side, row: TensorComparison) -> Fault:
     factor = ((one * other).sum() / other.square().sum()).item()
     if _explains(factor * other, other, one):
         return Fault("a scale", f"A's scores are {factor:.6g} times B's")
-    return Fault("other values", "scores are made otherwise of the same queries and keys")
+    return Fault("other values", "scores are computed differently from equal queries and keys")

@@ -258,7 +258,7 @@ def _excuse_other_forms(b: Side, found: list[TensorComparison]) -> list[TensorCo
         behind = [] if row.ok else [by_name.get(name) for name in _names_downstream(b, row.name)]
         limit = HEALED * _or_inf(row.difference)
         if any(one is not None and one.ok and one.difference <= limit for one in behind):
-            note = "in another form: nothing behind it differs"
+            note = "in another form: nothing computed from it differs"
             row = TensorComparison(row.stage, row.name, row.difference, math.inf, note=note)
         out.append(row)
     return out

@@ -74,31 +74,31 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class DiffReport:
-    """Everything that was compared, in the order of a step; `parting` is the first difference."""
+    """Everything that was compared, in the order of a step; `first` is the first difference."""
 
     title: str
     rows: tuple[TensorComparison, ...]
-    parting: FirstDifference | None
+    first: FirstDifference | None
     notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
         """True if nothing differs by more than is allowed."""
-        return self.parting is None
+        return self.first is None
 
     def __str__(self) -> str:
         """The first difference in lines, or that there is none."""
-        if self.parting is None:
-            return f"the same: {plural(len(self.rows), 'tensor')} compared"
-        row, fault = self.parting.row, self.parting.fault
+        if self.first is None:
+            return f"no difference: {plural(len(self.rows), 'tensor')} compared"
+        row, fault = self.first.row, self.first.fault
         lines = [
-            f"first to part: {describe_row(row)}",
-            f"    made by     {self.parting.operation}",
-            f"    looks like  {fault.kind}: {fault.text}",
-            f"    differs by  {row.difference:.3g}, allowed {row.allowed:.3g}",
+            f"first difference: {describe_row(row)}",
+            f"    operation   {self.first.operation}",
+            f"    cause       {fault.kind}: {fault.text}",
+            f"    difference  {row.difference:.3g}, allowed {row.allowed:.3g}",
         ]
-        if self.parting.ranks:
-            lines.append(f"    on          {self.parting.ranks}")
+        if self.first.ranks:
+            lines.append(f"    on          {self.first.ranks}")
         if fault.axis:
             lines.append(f"    axis        {fault.axis}")
         return "\n".join(lines)
@@ -118,8 +118,8 @@ class DiffReport:
         )
         for name in ("stage", "tensor", "difference", "allowed", "", ""):
             table.add_column(name, overflow="fold")
-        for row, note in _shown_rows(self.rows, self.parting):
-            verdict = "ok" if row.ok else "PARTS" if _is_first(row, self.parting) else "differs"
+        for row, note in _shown_rows(self.rows, self.first):
+            verdict = "ok" if row.ok else "FIRST" if _is_first(row, self.first) else "differs"
             allowed = "" if math.isinf(row.allowed) else f"{row.allowed:.2g}"
             table.add_row(
                 row.stage, row.name, f"{row.difference:.2g}", allowed, verdict, note or row.note
@@ -128,7 +128,7 @@ class DiffReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for --json. NaN and infinity become null."""
-        found = self.parting
+        found = self.first
         return {
             "title": self.title,
             "ok": self.ok,
@@ -191,7 +191,9 @@ def diff(config: DiffConfig) -> DiffReport:
     """
     # started by torchrun or dolmen launch
     if process.read_launch() is not None:
-        raise BadInput("diff starts the processes of each side by itself: run it in one process")
+        raise BadInput(
+            "dolmen diff starts the processes of both sides itself: run it without torchrun or srun"
+        )
     both = open_sides(config)
     # after opening: a bad name is reported before a checkpoint is chosen
     config = replace(config, first=_pin_side(config.first), second=_pin_side(config.second))
@@ -277,10 +279,12 @@ def _side(name: SideName, config: DiffConfig, spelled: str) -> OpenSide:
         other = config.second if name == "A" else config.first
         folder = other.removeprefix(f"{THEIRS}:")
         if folder == THEIRS:
-            raise ValueError("transformers is beside transformers: name a model, transformers:DIR")
+            raise ValueError(
+                "both sides are transformers: name a model for A, such as transformers:DIR"
+            )
     if theirs and said.layout != Layout():
         raise ValueError(
-            f"--{name.lower()}.layout: side {name} is transformers, which is one process here: "
+            f"--{name.lower()}.layout: side {name} is transformers, which runs in one process: "
             "leave it out"
         )
     source = open_source(folder if theirs else spelled)
@@ -337,7 +341,7 @@ def _record_in_processes(side: OpenSide, processes: int, config: DiffConfig) -> 
         # exit code 2: refused with a message, which the child has printed
         code = launcher.launch(processes, ["diff"], handed=handed)
         if code == 2:
-            raise BadInput(f"side {side.name} was refused")
+            raise BadInput(f"side {side.name} could not run")
         if code:
             raise Failed(f"side {side.name} ended with exit code {code}")
         return recording.load(Path(folder), processes)
@@ -358,7 +362,10 @@ def _notes(both: SidePair) -> tuple[str, ...]:
     fields = [f"{name} is {x} in A, {y} in B" for name, x, y in compare_fields(a.model, b.model)]
     windows = {block.mixer.window for side in (a, b) for block in side.spec.blocks}
     fields += [
-        f"{both.length} tokens do not fill the sliding window of {window}: use a larger --length"
+        (
+            f"--length {both.length} is shorter than the sliding window of {window}, so the "
+            "window is not tested: use a larger --length"
+        )
         for window in sorted(one for one in windows if one is not None)
         if both.length <= window < a.spec.max_position_embeddings
     ]
@@ -387,9 +394,12 @@ def operation(row: TensorComparison) -> str:
         case "forward":
             return recording.operation(row.name)
         case "backward":
-            return f"backward of what follows: {recording.operation(row.name)} is right forward"
+            return (
+                f"backward of the operations after it: {recording.operation(row.name)} is "
+                "right in forward"
+            )
         case "gradients":
-            return f"weight gradient, or its sum over ranks: {row.name}"
+            return f"weight gradient or its sum over ranks: {row.name}"
         case "numbers":
             return "the sum over tokens, or over tensors and ranks"
         case _:

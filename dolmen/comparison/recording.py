@@ -220,7 +220,7 @@ def _read(folder: Path) -> Tensors:
 
 # Behind layers.N -> the operation that makes it.
 INSIDE = {
-    "norm": "norm before mixer and mlp",
+    "norm": "norm before attention and MLP",
     "attn_norm": "norm before attention",
     "attn.q_a_norm": "norm of the queries' latent",
     "attn.kv_a_norm": "norm of the keys' latent",
@@ -231,13 +231,13 @@ INSIDE = {
     "attn.k_norm": "norm of keys",
     "attn.query": "rope of queries (positions)",
     "attn.key": "rope of keys (positions)",
-    "attn.value": "values as they are attended to",
+    "attn.value": "values of attention",
     "attn.scores": "scores: scale, mask, window, softmax",
-    "attn.sums": "attention: sums of values by scores",
+    "attn.sums": "attention: weighted sum of values",
     "attn": "output projection",
-    "attn_post_norm": "norm behind attention",
-    "middle": "residual sum behind attention",
-    "mlp_norm": "norm before the mlp",
+    "attn_post_norm": "norm after attention",
+    "middle": "residual sum after attention",
+    "mlp_norm": "norm before the MLP",
     "mlp.router": "router",
     "mlp.shared.gate": "gate projection of shared experts",
     "mlp.shared.up": "up projection of shared experts",
@@ -246,8 +246,8 @@ INSIDE = {
     "mlp.up": "up projection",
     "mlp.act": "activation: act(gate) * up",
     "mlp": "down projection",
-    "mlp_post_norm": "norm behind the mlp",
-    "": "residual sum behind the mlp",
+    "mlp_post_norm": "norm after the MLP",
+    "": "residual sum after the MLP",
 }
 OUTSIDE = {
     "embed": "embedding (and positions)",

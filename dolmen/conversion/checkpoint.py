@@ -129,13 +129,13 @@ class RunCheckpoint(WeightsAlone):
         ]:
             raise KeyError(
                 f"{self.where} does not fit its model{self._differences()}: "
-                f"{plural(len(absent), 'parameter is', 'parameters are')} in one of the two "
-                f"alone, e.g. {absent[:3]}"
+                f"{plural(len(absent), 'parameter is', 'parameters are')} in only one of "
+                f"checkpoint and model, e.g. {absent[:3]}"
             )
         if other := [name for name, shape in shapes.items() if stored[name].shape != shape]:
             name = other[0]
             raise ValueError(
-                f"{name} is {stored[name].shape} in {self.where}, the model makes it "
+                f"{name} is {stored[name].shape} in {self.where}, but the model expects "
                 f"{shapes[name]}{self._differences()}"
             )
         return {name: self._restored_spec(name, stored[name]) for name in self.spec.leaves}
@@ -192,7 +192,8 @@ class RunCheckpoint(WeightsAlone):
         parentheses; empty where none does.
         """
         differences = [
-            f"{n} is {a} there, {b} here" for n, a, b in compare_fields(self.own, self.model)
+            f"{n} is {a} in the checkpoint, {b} here"
+            for n, a, b in compare_fields(self.own, self.model)
         ]
         return f" ({'; '.join(differences)})" if differences else ""
 
@@ -246,7 +247,8 @@ def critic(source: RunCheckpoint) -> RunCheckpoint:
     """
     if not any(name.startswith(CRITIC) for name in source.checkpoint.specs):
         raise ValueError(
-            f"{source.where} has no critic: one learns in dolmen train ppo; leave out --critic"
+            f"{source.where} has no critic (only runs of dolmen train ppo have one): leave "
+            "out --critic"
         )
     named = None if source.tokenizer is None else str(source.tokenizer)
     model = pad_vocabulary(with_scalar_head(source.own), named)

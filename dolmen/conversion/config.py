@@ -33,8 +33,8 @@ class ExportConfig:
     def __post_init__(self):
         if self.critic and self.adapters:
             raise ValueError(
-                "critic and adapters each say what is written, and a critic's adapters are merged "
-                "into it: leave one of the two out"
+                "--critic and --adapters exclude each other (adapters of a critic are merged into "
+                "it): leave one of the two out"
             )
 
 
@@ -85,10 +85,10 @@ class ConvertConfig:
         if self.to in ("hf", "torch-dist") and divided:
             name = divided[0].replace("_", "-")
             raise ValueError(
-                f"--{name} is {vars(self)[divided[0]]}, but --to {self.to} has no ranks: leave it "
-                "out"
+                f"--{name} is {vars(self)[divided[0]]}, but --to {self.to} is not split over "
+                "ranks: leave it out"
             )
         if self.spec is not None and self.to != "megatron-core":
             raise ValueError(
-                f"--spec is {self.spec}: only --to megatron-core has a choice of layers"
+                f"--spec is {self.spec}: only --to megatron-core has a layer spec; leave it out"
             )

@@ -102,8 +102,8 @@ def _open_critic(opened: ModelSource) -> ModelSource:
     """
     if not isinstance(opened, checkpoint.RunCheckpoint):
         raise ValueError(
-            f"{opened.where} is no run of dolmen's, and a critic learns in one (dolmen train ppo): "
-            "leave out --critic"
+            f"{opened.where} is not a dolmen run, so it has no critic (dolmen train ppo trains "
+            "one): leave out --critic"
         )
     return checkpoint.critic(opened)
 
@@ -124,7 +124,7 @@ def convert(config: ConvertConfig, shown: bool = False) -> str:
     hf_export.check_target(target)
     # a mount point cannot be replaced by a rename
     if target.is_mount():
-        raise ValueError(f"{target} is where a disk is mounted: name a folder in it")
+        raise ValueError(f"{target} is a mount point: give a folder inside it")
     dtype = DTYPES[config.dtype] if config.dtype else stated_dtype(opened.model)
     source, state = cast_source(opened, dtype), _optimizer_state(opened, config.to)
     writer = WRITERS[config.to](source, dtype, state, config)
@@ -144,7 +144,7 @@ def convert(config: ConvertConfig, shown: bool = False) -> str:
             for _ in compare_weights(source, written, {*parameters}):
                 advance(1)
 
-        with bar("reading it back", len(specs), shown, MofNCompleteColumn()) as show:
+        with bar("reading the result back", len(specs), shown, MofNCompleteColumn()) as show:
             LayerPool(config.threads, show).run(compare_layer, group_by_layer(specs, str))
         logits = compare_logits(source, written)
         report = "" if state is None else compare_state(state, written)
@@ -155,8 +155,8 @@ def convert(config: ConvertConfig, shown: bool = False) -> str:
             hf_export.write_sidecar_files(source, sidecar_folder, dtype)
     count = plural(len(specs), "parameter")
     return (
-        f"read {escape(source.title)}\nwrote {escape(target)}: {count} read back, "
-        f"the same to the bit; {logits}{report}"
+        f"read {escape(source.title)}\nwrote {escape(target)}: {count} read back, equal bit for "
+        f"bit; {logits}{report}"
     )
 
 
@@ -166,7 +166,7 @@ def _optimizer_state(source: ModelSource, to: str) -> Moments | None:
     with the reason.
     """
     try:
-        state, why = source.moments, f"--to {to} has no place for it"
+        state, why = source.moments, f"--to {to} cannot store it"
     # State that cannot be read is no reason to refuse the weights.
     except (ValueError, KeyError) as error:
         state, why = None, str(error.args[0])
@@ -178,7 +178,7 @@ def _optimizer_state(source: ModelSource, to: str) -> Moments | None:
             # `precise` of a source without masters is the source itself
             more = {} if masters is source else {"param": masters}
             return Moments(state.step, {**state.kinds, **more})
-    warnings.warn(f"the optimizer's state is left behind: {why}", stacklevel=3)
+    warnings.warn(f"the optimizer state is not converted: {why}", stacklevel=3)
     return None
 
 
@@ -187,11 +187,11 @@ def _check_scales(source: ModelSource, written: Scales, to: str) -> None:
     them (`written` is empty).
     """
     try:
-        known, why = len(source.scaling), f"--to {to} has no place for them"
+        known, why = len(source.scaling), f"--to {to} cannot store them"
     except ValueError as error:
         known, why = 1, str(error.args[0])
     if known and not written:
-        warnings.warn(f"the scales of delayed scaling are left behind: {why}", stacklevel=3)
+        warnings.warn(f"the fp8 scales of delayed scaling are not converted: {why}", stacklevel=3)
 
 
 def _check_one_dtype(source: ModelSource) -> None:
@@ -212,8 +212,8 @@ def _check_one_dtype(source: ModelSource) -> None:
             for kind, names in kinds.items()
         ]
         raise ValueError(
-            f"{source.where} has parameters of several dtypes: {', '.join(each)}: say by --dtype "
-            "which is written"
+            f"{source.where} has parameters of several dtypes: {', '.join(each)}: choose one with "
+            "--dtype"
         )
 
 
@@ -291,12 +291,12 @@ def compare_weights(
     specs = written.specs
     if source.specs.keys() != specs.keys():
         other = sorted(source.specs.keys() ^ specs.keys())
-        raise Unlike(f"what was written has other parameters than {source.where}: {other[:3]}")
+        raise Unlike(f"the written model has other parameters than {source.where}: {other[:3]}")
     for name, tensor in source.stream(only):
         expected = tensor.to(specs[name].dtype)
         if not _same(expected, written.read(name)):
             raise Unlike(
-                f"{of}{name} reads back otherwise from {written.where} than it was written"
+                f"{of}{name} has changed in {written.where}: written and read values differ"
             )
         # two tensors in memory per thread, also while the next one is read
         del tensor, expected
@@ -310,7 +310,7 @@ def compare_state(state: Moments, written: ModelSource) -> str:
     # read back through the same importer that a later resume uses
     found = written.moments
     if found is None or found.step != state.step:
-        raise Unlike(f"{written.where} has not the optimizer of {state.step} updates")
+        raise Unlike(f"{written.where} lacks the optimizer state of {state.step} updates")
     kinds = {**found.kinds, "param": written.precise}
     for kind, tensors in state.kinds.items():
         specs = kinds[kind].specs
@@ -321,7 +321,7 @@ def compare_state(state: Moments, written: ModelSource) -> str:
             pass
     # text, for the report
     masters = " and fp32 masters" * ("param" in state.kinds)
-    return f"; AdamW's moments of {state.step} updates{masters} too"
+    return f"; AdamW moments after {state.step} updates{masters} compared too"
 
 
 def compare_scales(scales: Scales, written: ModelSource) -> str:
@@ -330,11 +330,13 @@ def compare_scales(scales: Scales, written: ModelSource) -> str:
     """
     found = written.scaling
     if found.keys() != scales.keys():
-        raise Unlike(f"{written.where} has scales of {len(found)} weights, not of {len(scales)}")
+        raise Unlike(
+            f"{written.where} has fp8 scales of {len(found)} weights, expected {len(scales)}"
+        )
     for name, one in scales.items():
         if not all(_same(a, b) for a, b in zip(one, found[name], strict=True)):
-            raise Unlike(f"scales of {name} read back otherwise from {written.where}")
-    return f"; scales of {len(scales)} weights too" if scales else ""
+            raise Unlike(f"fp8 scales of {name} have changed in {written.where}")
+    return f"; fp8 scales of {len(scales)} weights compared too" if scales else ""
 
 
 def compare_logits(source: ModelSource, written: ModelSource, room: int = ROOM) -> str:
@@ -345,7 +347,7 @@ def compare_logits(source: ModelSource, written: ModelSource, room: int = ROOM) 
     """
     model_spec = source.spec
     if model_spec.has_prefix_mask or model_spec.streams > 1:
-        return "logits not compared: their positions follow from special tokens"
+        return "logits not compared, because positions depend on special tokens"
     # two models in fp32: 2 x 4 bytes per parameter
     need = 8 * sum(leaf.elements for leaf in model_spec.leaves.values())
     # layers that are computed at a time
@@ -367,7 +369,7 @@ def compare_logits(source: ModelSource, written: ModelSource, room: int = ROOM) 
             last = layers.stop == model_spec.layers
             raise Unlike(
                 f"{'logits' if last else f'hidden vectors behind layer {start}'} of "
-                f"{written.where} are not those of {source.where}: largest difference "
+                f"{written.where} differ from those of {source.where}, by up to "
                 f"{float((one - other).abs().max()):.1e}"
             )
     return "logits equal" + (" block by block" if step == 1 and model_spec.layers > 1 else "")

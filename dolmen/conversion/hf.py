@@ -60,7 +60,7 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
         return expand(name)
     # most often someone's model.safetensors
     if expand(name).is_file():
-        raise ValueError(f"{name} is a file: give its folder, {expand(name).parent}")
+        raise ValueError(f"{name} is a file: give the folder, {expand(name).parent}")
     if is_absent(name):
         raise ValueError(f"{name}: no such folder")
     # half a second to import, and few runs need it
@@ -90,7 +90,8 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
         RuntimeError,
     ) as error:  # the hub's and httpx's errors are among them
         raise ValueError(
-            f"{name} is neither a folder nor a model that the hub or its cache gives: {error}"
+            f"{name} is neither a folder nor available from the Hugging Face hub or its "
+            f"cache: {error}"
         ) from error
 
 
@@ -291,7 +292,10 @@ def stated_dtype(model: Model) -> torch.dtype:
     # older transformers wrote "torch.float16"
     name = model.dtype.removeprefix("torch.")
     if name not in named:
-        raise ValueError(f"dtype is {name!r} in config.json: choose another, of {', '.join(named)}")
+        raise ValueError(
+            f"dtype is {name!r} in config.json, which is not supported: use one of "
+            f"{', '.join(named)}"
+        )
     return named[name]
 
 
@@ -327,7 +331,8 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
     missing = [name for name in weights.entries if name not in found]
     if extra or missing:
         sides = [
-            f"{plural(len(extra), 'tensor has', 'tensors have')} no rule, e.g. {extra[:3]}"
+            f"{plural(len(extra), 'tensor has', 'tensors have')} no counterpart in the model, "
+            f"e.g. {extra[:3]}"
         ] * bool(extra)
         sides += [
             f"{plural(len(missing), 'tensor is', 'tensors are')} missing, e.g. {missing[:3]}"
@@ -341,14 +346,14 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
     if beyond:
         field = weights.model.family.dropped_layers_field
         warnings.warn(
-            f"{folder}: {plural(len(beyond), 'tensor')} of layers behind the last ({field}) are "
-            f"left out, e.g. {beyond[0]}: they are no part of the decoder",
+            f"{folder}: {plural(len(beyond), 'tensor')} of layers after the last ({field}) are "
+            f"skipped, e.g. {beyond[0]}: they do not belong to the decoder",
             stacklevel=4,
         )
     if other_parts:
         warnings.warn(
-            f"{folder}: {plural(len(other_parts), 'tensor')} of other parts of the model are left "
-            f"out, e.g. {other_parts[0]}: what is read is its {weights.model.model_type} alone",
+            f"{folder}: {plural(len(other_parts), 'tensor')} of other parts of the model are "
+            f"skipped, e.g. {other_parts[0]}: only its {weights.model.model_type} is read",
             stacklevel=4,
         )
     return found
@@ -363,13 +368,13 @@ def _check_tensor(name: str, stored: Stored, weights: WeightMap) -> None:
         # which config fields would give the shape that is stored
         fields = weights.disagreeing_fields(name, stored.spec.shape)
         raise ValueError(
-            f"{stored.name} is {stored.spec.shape} in {stored.file}, config.json makes it "
+            f"{stored.name} is {stored.spec.shape} in {stored.file}, but config.json implies "
             f"{expected}: check {' or '.join(fields) or 'the family'}"
         )
     if stored.spec.dtype not in FLOATS:
         raise ValueError(
-            f"{stored.name} in {stored.file} is {stored.spec.dtype}: dolmen reads no quantised "
-            f"weights"
+            f"{stored.name} in {stored.file} is {stored.spec.dtype}: quantised weights are not "
+            "supported"
         )
 
 

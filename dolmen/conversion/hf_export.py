@@ -74,8 +74,8 @@ def check_expressible(model: Model, spec: ModelSpec) -> None:
     # training adds one thing that config.json lacks a field for
     if spec != model.spec:
         raise ValueError(
-            f"train.router.balance is bias: transformers' {model.model_type} has no place for "
-            "a router's bias, and without it would route otherwise: train with "
+            f"train.router.balance is bias: transformers' {model.model_type} cannot store a "
+            "router bias and would route differently without it: train with "
             "--train.router.balance loss to export"
         )
 
@@ -244,7 +244,7 @@ def _part(name: str, full: Callable[[str], Tensor], shapes: dict[str, tuple[int,
     """Return the parameter `full(name)`. Raises ValueError if its shape is not `shapes[name]`."""
     part = full(name)
     if tuple(part.shape) != shapes[name]:
-        raise ValueError(f"{name} is {tuple(part.shape)}, the model's is {shapes[name]}")
+        raise ValueError(f"{name} is {tuple(part.shape)}, the model expects {shapes[name]}")
     return part
 
 

@@ -163,7 +163,7 @@ class Consolidated(WeightsAlone, Joined):
             if other := sorted(held ^ self._entries.keys()):
                 raise KeyError(
                     f"{self.where}, rank {i}: {plural(len(other), 'tensor is', 'tensors are')} in "
-                    f"the file or in {PARAMS}'s model alone, e.g. {other[:3]}"
+                    f"only one of the file and the model of {PARAMS}, e.g. {other[:3]}"
                 )
             for name, entry in self._entries.items():
                 stored = rank[name]
@@ -171,7 +171,7 @@ class Consolidated(WeightsAlone, Joined):
                 if whole != entry.shape:
                     raise ValueError(
                         f"{name} is {stored.spec.shape} in {stored.file}, {whole} of "
-                        f"{plural(len(self.ranks), 'rank')}; {PARAMS} makes it {entry.shape}"
+                        f"{plural(len(self.ranks), 'rank')}; {PARAMS} implies {entry.shape}"
                     )
                 if stored.spec.dtype not in FLOATS or stored.spec != self.ranks[0][name].spec:
                     raise ValueError(f"{name} is {stored.spec.dtype} in {stored.file}")
@@ -212,12 +212,12 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
     for name in ONLY:
         if said.get(name):
             raise gate.refuse(
-                folder / PARAMS, f"{name} is {json.dumps(said[name])}, which dolmen does not read"
+                folder / PARAMS, f"{name} is {json.dumps(said[name])}, which is not supported"
             )
     # the two tensors that sizes are read from
     lost = [name for name in (EMBEDDING, UP) if name not in ranks[0]]
     if lost or any(len(ranks[0][name].spec.shape) != 2 for name in (EMBEDDING, UP)):
-        raise KeyError(f"{folder} has no {lost or 'matrix'}: it is no Llama of Meta's")
+        raise KeyError(f"{folder} has no {lost or 'matrix'}: it is not a Llama of Meta's")
     size, heads = said["dim"], said["n_heads"]
     if size % heads:
         raise gate.refuse(folder / PARAMS, f"dim ({size}) is not divisible by n_heads ({heads})")
@@ -255,8 +255,8 @@ def _rope(folder: Path, said: Mapping[str, Any]) -> RopeSpec:
         # params.json of Llama 3.1 and 3.2 has the flag and no factor
         if factor is None:
             warnings.warn(
-                f"{folder / PARAMS} scales rope and does not say by what: 8 is taken, as Llama 3.1 "
-                "has it (Llama 3.2 has 32: state it as rope_scaling_factor)",
+                f"{folder / PARAMS} has use_scaled_rope without a factor: 8 is used, as in Llama "
+                "3.1 (for Llama 3.2 add rope_scaling_factor 32)",
                 stacklevel=4,
             )
         scaling = Llama3Scaling(float(factor or 8), 1.0, 4.0, 8192)

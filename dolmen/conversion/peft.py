@@ -100,7 +100,7 @@ def base(folder: Path) -> str:
     said = gate.read_json(folder / CONFIG, kinds.ADAPTER_CONFIG).get("base_model_name_or_path")
     if not said:
         raise gate.refuse(
-            folder / CONFIG, "has no base_model_name_or_path: write there which model it is of"
+            folder / CONFIG, "has no base_model_name_or_path: add the base model there"
         )
     local = folder / said
     return str(local) if not expand(said).is_dir() and local.is_dir() else said
@@ -127,15 +127,15 @@ def read(folder: Path, model: Model) -> LowRank:
         if not kind or module not in known:
             raise gate.refuse(
                 folder / WEIGHTS,
-                f"has {name}, which is beside no layer of {model.model_type} that takes an "
+                f"has {name}, which belongs to no layer of {model.model_type} that can have an "
                 f"adapter, such as {PREFIX}{such}.lora_A.weight",
             )
         weight = known[module]
         if leaves[weight].role in NOT_LINEAR or len(leaves[weight].shape) != 2:
             raise gate.refuse(
                 folder / WEIGHTS,
-                f"has {name}, beside {module} of {list(leaves[weight].shape)}, which is no linear "
-                f"layer: an adapter is beside one, such as {PREFIX}{such}.lora_A.weight",
+                f"has {name}, for {module} of shape {list(leaves[weight].shape)}, which is not a "
+                f"linear layer: adapters belong to one, such as {PREFIX}{such}.lora_A.weight",
             )
         modules[module] = weight
         # (A, B, magnitude) by kind
@@ -177,17 +177,18 @@ def _check_shapes(file: Path, form: LoraSpec, stored: Mapping[str, Stored], mode
         made = (form.down(leaf).shape, form.up(leaf).shape, form.magnitude(leaf).shape)
         for name, shape in zip(names(form, weight), made, strict=False):
             if name not in stored:
-                raise gate.refuse(file, f"has a part of {weight}'s adapter: {name} is absent")
+                raise gate.refuse(file, f"has an incomplete adapter of {weight}: {name} is missing")
             if stored[name].spec.dtype not in FLOATS:
                 raise gate.refuse(file, f"has {stored[name].name} in {stored[name].spec.dtype}")
             if stored[name].spec.shape != shape:
                 raise gate.refuse(
                     file,
-                    f"has {stored[name].name} of {list(stored[name].spec.shape)}: rank {form.rank} "
-                    f"beside {list(leaves[weight].shape)} makes it {list(shape)}",
+                    f"has {stored[name].name} of {list(stored[name].spec.shape)}: rank "
+                    f"{form.rank} with a weight of {list(leaves[weight].shape)} implies "
+                    f"{list(shape)}",
                 )
     if lone := sorted(stored.keys() - {n for w in form.targets for n in names(form, w)}):
-        raise gate.refuse(file, f"has {stored[lone[0]].name}, and {CONFIG} no use for it")
+        raise gate.refuse(file, f"has {stored[lone[0]].name}, for which {CONFIG} has no option")
 
 
 def _modules(model: Model) -> dict[str, str]:
@@ -210,15 +211,15 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
     not empty.
     """
     if not isinstance(run, RunCheckpoint) or run.adapter is None:
-        raise ValueError("the source has no adapters: leave out --adapters")
+        raise ValueError("the model has no adapters: leave out --adapters")
     form = run.adapter
     modules = {ours: theirs for theirs, ours in _modules(run.model).items()}
     # part of a fused weight: PEFT has one A for q, k and v together
     if beyond := sorted(form.targets - modules.keys()):
         raise ValueError(
-            f"{beyond[0]} is a part of what transformers has as one, and PEFT has one A for all of "
-            "it: leave out --adapters, so that they are merged, or train with --adapter.targets "
-            "that leave it out"
+            f"{beyond[0]} is part of a fused layer of transformers, for which PEFT has a single "
+            "A: leave out --adapters, so that they are merged, or train with --adapter.targets "
+            "without it"
         )
     check_new_folder(folder)
     folder = folder.resolve()  # a link cannot be replaced by a folder
@@ -235,14 +236,14 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
         os.rename(part / safetensors.SAFETENSORS.single, part / WEIGHTS)
         (words / CONFIG).write_text(json.dumps(_config(run, form, modules), indent=2) + "\n")
         copy_tokenizer(run.tokenizer, words)
-    base = "the weights it began with" if run.init is None else run.init
-    title = f"the adapters of {run.title}, which were trained beside {base}"
+    base = "its initial weights" if run.init is None else run.init
+    title = f"the adapters of {run.title}, which were trained on {base}"
     # QLoRA-like runs: the base that PEFT will use is not the rounded one they trained with
     if form.frozen != "whole":
         warnings.warn(
-            f"{title} rounded to {form.frozen} (--adapter.frozen): beside its own weights, which "
-            "that put off by half a scale at most, they are another model by as much; without "
-            "--adapters the rounded weights are written, with the adapters merged, as was trained",
+            f"{title} rounded to {form.frozen} (--adapter.frozen): with the unrounded weights the "
+            "model differs by that rounding, at most half a scale; without --adapters the rounded "
+            "weights are written with the adapters merged, as trained",
             stacklevel=3,
         )
     return title

@@ -68,9 +68,9 @@ def check(file: Path, said: Mapping[str, Any]) -> None:
     or options that change what is computed.
     """
     if said["peft_type"] != "LORA":
-        raise gate.refuse(file, f"is of {said['peft_type']}: dolmen reads LORA")
+        raise gate.refuse(file, f"has peft_type {said['peft_type']}: only LORA is supported")
     if said.get("bias", "none") != "none":
-        raise gate.refuse(file, f"trains biases ({said['bias']}): dolmen reads bias none")
+        raise gate.refuse(file, f"has bias {said['bias']}: only none is supported")
     for name, value in said.items():
         # options of later PEFT releases are refused too, by the form of their name
         unknown = name.endswith("_config") or name.startswith("use_")
@@ -79,16 +79,16 @@ def check(file: Path, said: Mapping[str, Any]) -> None:
         if (other and value) or (name in FORMS and value is not None and value is not False):
             raise gate.refuse(
                 file,
-                f"has {name}, which dolmen does not read: train without it, or merge the adapter "
-                "with PEFT and give the merged model",
+                f"has {name}, which is not supported: train without it, or merge the adapter with "
+                "PEFT and give the merged model",
             )
     # PiSSA and others subtract B A from the base on loading
     init = str(said.get("init_lora_weights")).lower()
     if init.startswith(OTHER_BASES):
         raise gate.refuse(
             file,
-            f"has init_lora_weights {init}, by which PEFT changes the base as it loads: merge it "
-            "there, or save it as plain LoRA",
+            f"has init_lora_weights {init}, with which PEFT changes the base model on loading: "
+            "merge the adapter with PEFT, or save it as plain LoRA",
         )
 
 
@@ -114,15 +114,15 @@ class Reach:
             if module in excluded:
                 raise gate.refuse(
                     self.file,
-                    f"exclude_modules matches {module}, which has an adapter that PEFT leaves out: "
-                    "take it from exclude_modules, or its tensors from the other file",
+                    f"exclude_modules matches {module}, whose adapter PEFT would ignore: remove "
+                    "it from exclude_modules, or its tensors from the other file",
                 )
             if module not in targets:
                 raise gate.refuse(
                     self.file,
-                    f"target_modules does not match {module}, which has an adapter that PEFT "
-                    f"leaves out: add {module.rpartition('.')[2]} to target_modules, or take its "
-                    "tensors from the other file",
+                    f"target_modules does not match {module}, whose adapter PEFT would ignore: "
+                    f"add {module.rpartition('.')[2]} to target_modules, or remove its tensors "
+                    "from the other file",
                 )
             self._check_layer(module)
 
@@ -150,8 +150,8 @@ class Reach:
         if value is None:
             raise gate.refuse(
                 self.file,
-                "target_modules is null, for which each release of PEFT has defaults of its own: "
-                "write the list of the modules there",
+                "target_modules is null, whose meaning depends on the version of PEFT: list the "
+                "modules there",
             )
         if isinstance(value, str) and value.lower() == "all-linear":
             return frozenset(module for module in modules if module not in heads)
@@ -177,8 +177,8 @@ class Reach:
         if found and isinstance(self.said.get("target_modules"), str):
             raise gate.refuse(
                 self.file,
-                "has layers_to_transform beside a target_modules that is text, which PEFT refuses: "
-                "write there the list of modules",
+                "has layers_to_transform with a target_modules that is a string, which PEFT "
+                "rejects: make target_modules a list",
             )
         return found
 
@@ -193,8 +193,8 @@ class Reach:
             if re.fullmatch(r"\w+", name) is None:
                 raise gate.refuse(
                     self.file,
-                    f"layers_pattern is {name}: dolmen reads the name of a list of layers there, "
-                    "such as layers",
+                    f"layers_pattern is {name}: it must be the name of a list of layers, such as "
+                    "layers",
                 )
         return found
 
@@ -230,7 +230,10 @@ def _match_expression(
     if ended.returncode == INVALID:
         raise gate.refuse(
             file,
-            f"{field} is no regular expression ({ended.stdout.strip()}): {ascii(expression)[:200]}",
+            (
+                f"{field} is not a regular expression ({ended.stdout.strip()}): "
+                f"{ascii(expression)[:200]}"
+            ),
         )
     if ended.returncode in OVER_TIME or "MemoryError" in ended.stderr:
         raise gate.refuse(

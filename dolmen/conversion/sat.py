@@ -59,7 +59,7 @@ def newest(folder: Path) -> Path:
     said = gate.read_text(folder / LATEST, 64).strip()
     if not ITERATION.fullmatch(said) or not ranks(folder / said):
         raise ValueError(
-            f"{folder / LATEST} names {said!r}, and {folder} has "
+            f"{folder / LATEST} names {said!r}, but {folder} has "
             f"{', '.join(path.name for path in _iterations(folder))}"
         )
     return folder / said
@@ -137,9 +137,9 @@ class Sat(WeightsAlone, Joined):
         if extra or missing:
             raise KeyError(
                 f"{self.where} does not fit its config.json: "
-                f"{plural(len(extra), 'tensor has', 'tensors have')} no rule, e.g. {extra[:3]}, "
-                f"and {plural(len(missing), 'tensor is', 'tensors are')} missing, e.g. "
-                f"{missing[:3]}"
+                f"{plural(len(extra), 'tensor has', 'tensors have')} no counterpart in the model, "
+                f"e.g. {extra[:3]}, and {plural(len(missing), 'tensor is', 'tensors are')} "
+                f"missing, e.g. {missing[:3]}"
             )
         for rank, other in enumerate(others, 1):
             if unlike := [name for name in first if name not in other] or [*other.keys() - first]:
@@ -155,15 +155,17 @@ class Sat(WeightsAlone, Joined):
         """
         share, one = self._share(entry), each[0]
         if any(other.spec != one.spec for other in each):
-            raise ValueError(f"{self.where}: {one.name} is not alike on all ranks")
+            raise ValueError(f"{self.where}: {one.name} has different shapes on the ranks")
         whole = share.full_shape(one.spec.shape, len(each))
         if whole != entry.shape:
             raise ValueError(
                 f"{one.name} is {one.spec.shape} on each of {plural(len(each), 'rank')} in "
-                f"{one.file}, {whole} of all; config.json makes it {entry.shape}"
+                f"{one.file}, {whole} together; config.json implies {entry.shape}"
             )
         if one.spec.dtype not in hf.FLOATS:
-            raise ValueError(f"{one.name} in {one.file} is {one.spec.dtype}: no weights")
+            raise ValueError(
+                f"{one.name} in {one.file} is {one.spec.dtype}, which is not a dtype of weights"
+            )
 
     def _tensor(self, name: str) -> Tensor:
         """Read a tensor, joined from all ranks."""
@@ -185,11 +187,11 @@ def open_sat(folder: Path, model: Model | None = None) -> Sat:
     if model.model_type != FAMILY:
         raise ValueError(
             f"{folder} has files of SAT, and {place / 'config.json'} is of {model.model_type}: "
-            f"dolmen reads {FAMILY} of them"
+            f"only {FAMILY} is supported in SAT's format"
         )
     files = ranks(folder)
     if missing := sorted({*range(max(files))} - files.keys()):
-        raise ValueError(f"{folder} has rank {max(files)}, and rank {missing[0]} is missing")
+        raise ValueError(f"{folder} has rank {max(files)}, but rank {missing[0]} is missing")
     return Sat(
         model, place, folder, tuple(_read_tensors(files[rank]) for rank in range(len(files)))
     )
@@ -201,5 +203,5 @@ def _read_tensors(file: Path) -> dict[str, Stored]:
     """
     values = torch_files.load(file)
     if not isinstance(values, Mapping) or not isinstance(values.get("module"), Mapping):
-        raise gate.refuse(file, "holds no `module`, which SAT's files do")
+        raise gate.refuse(file, "has no `module` entry, which files of SAT have")
     return torch_files.tensors(values["module"], file)

@@ -64,7 +64,7 @@ def vocabulary(folder: Path, said: Model | None, rows: int | None) -> int | None
     if said is not None:
         if rows not in (None, said.spec.vocab_size):
             raise ValueError(
-                f"--vocab-size is {rows}, vocab_size {said.spec.vocab_size} in "
+                f"--vocab-size is {rows}, but vocab_size is {said.spec.vocab_size} in "
                 f"{folder / 'config.json'}: leave out one of the two"
             )
         # the config.json's number wins over the padded rows of the checkpoint
@@ -89,7 +89,7 @@ def express(spec: ModelSpec) -> Model:
         except ValueError as error:
             # the first is of llama, the most common: its reason tells most
             reasons.append(str(error))
-    raise ValueError(f"no family's config.json can say this model; {reasons[0]}")
+    raise ValueError(f"no model family can express this model; {reasons[0]}")
 
 
 def with_special_tokens(model: Model, folder: Path | None) -> Model:

@@ -3,7 +3,7 @@ generate, evaluate and --init read.
 
     open_source("path/to/model")                    a directory of transformers
     open_source("org/name")                         one of the hub, or of its cache
-    open_source("runs/book")                        a run: its newest whole checkpoint
+    open_source("runs/book")                        a run: its newest complete checkpoint
     open_source("runs/book/checkpoints/step-...")   that checkpoint
 
 A format is a class that is a ModelSource, and a line of FORMATS. Only the format knows how a file
@@ -134,7 +134,9 @@ def _open_adapted(folder: Path, model: Model | None, vocab_size: int | None) -> 
     # base_model_name_or_path: a folder, or a hub id
     named = hf.resolve_model(peft.base(folder))
     if peft.is_peft(named):
-        raise ValueError(f"{folder} names {named} as its model, which is a folder of adapters too")
+        raise ValueError(
+            f"{folder} names {named} as its base model, which is a folder of adapters itself"
+        )
     base = open_source(named, model, vocab_size)
     return peft.Adapted(folder, base, peft.read(folder, base.model))
 
@@ -198,7 +200,7 @@ def open_source(
     source = format_.open(format_.newest(folder), model, vocab_size)
     if vocab_size not in (None, known := source.model.spec.vocab_size):
         raise ValueError(
-            f"--vocab-size is {vocab_size}, but {source.where} says {known}: leave it out"
+            f"--vocab-size is {vocab_size}, but {source.where} has {known} tokens: leave it out"
         )
     return source
 
@@ -251,7 +253,7 @@ def load_weights(
         written.add(name)
         del tensor  # or it would still be held while the next one is read
     if left := sorted(wanted - written):
-        raise KeyError(f"{len(left)} parameters are not in {source.where}, e.g. {left[:3]}")
+        raise KeyError(f"{len(left)} parameters are missing in {source.where}, e.g. {left[:3]}")
 
 
 def _format(folder: Path) -> Format:
@@ -318,12 +320,14 @@ def _from_run(run: RunCheckpoint, base: ModelSource) -> LowRank:
     """
     form = run.adapter
     if form is None:
-        raise ValueError(f"{run.where} has no adapters: it is of a run that trains all weights")
+        raise ValueError(f"{run.where} has no adapters: its run trained all weights")
     # Fields that only training reads (dropout, for example) may differ.
     free, differing = training_fields(run.model), compare_fields(run.model, base.model)
-    if differences := [f"{n} is {a} there, {b} here" for n, a, b in differing if n not in free]:
+    if differences := [
+        f"{n} is {a} in the one, {b} in the other" for n, a, b in differing if n not in free
+    ]:
         raise ValueError(
-            f"{run.where} is of another model than {base.where}: {'; '.join(differences)}"
+            f"{run.where} belongs to another model than {base.where}: {'; '.join(differences)}"
         )
     # shapes and names first: the comparison below reads one weight only
     check_whole(run)
@@ -336,9 +340,9 @@ def _from_run(run: RunCheckpoint, base: ModelSource) -> LowRank:
     off = float((theirs - ours).abs().max() / ours.abs().max().clamp(min=torch.finfo().tiny))
     if not off <= ROUNDED:
         raise ValueError(
-            f"{run.where} has trained adapters beside other weights than those of {base.where}: "
-            f"{weight} is {off:.2g} of its largest value off, and rounding makes it up to "
-            f"{ROUNDED:.2g}; give the model that the run began with, {run.init}"
+            f"{run.where} trained its adapters on other weights than those of {base.where}: "
+            f"{weight} differs by {off:.2g} of its largest value, where rounding explains up to "
+            f"{ROUNDED:.2g}; give the run's initial model, {run.init}"
         )
     names = [name for weight in form.targets for name in peft.names(form, weight)]
     return LowRank(form, {name: OfRun(run, name) for name in names})

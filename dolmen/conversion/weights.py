@@ -184,7 +184,8 @@ def _read_stack(pieces: dict[int, str], read: Callable[[str], Tensor]) -> Tensor
             whole = piece.new_empty((len(pieces), *piece.shape))
         if piece.dtype != whole.dtype:
             raise ValueError(
-                f"{name} is {piece.dtype}, {pieces[0]} is {whole.dtype}: store all experts alike"
+                f"{name} is {piece.dtype}, {pieces[0]} is {whole.dtype}: store all experts in "
+                "one dtype"
             )
         whole[i] = piece
     assert whole is not None

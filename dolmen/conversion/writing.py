@@ -64,8 +64,7 @@ def check(folder: Path) -> None:
     for place in (folder.resolve(), *folder.resolve().parents):
         if NAME.fullmatch(place.name):
             raise ValueError(
-                f"{folder} lies in what a conversion that was broken off has left: convert again, "
-                f"and remove {place}"
+                f"{folder} belongs to an interrupted conversion: convert again, and remove {place}"
             )
 
 

@@ -336,7 +336,7 @@ class Mark(Enum):
     """How the command line reads an option, besides its type: Annotated[str, Mark.POSITIONAL]."""
 
     POSITIONAL = "a word without the option's name before it"
-    REPEATED = "one word at a time, and the option several times"
+    REPEATED = "one word at a time, repeating the option"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,7 +67,7 @@ def require_same(
     raise ValueError(
         "\n  ".join(
             [
-                f"the ranks do not {what}; as seen from rank 0 on {host},",
+                f"the ranks do not {what}; compared with rank 0 on {host},",
                 *mismatches,
                 mend,
             ]

@@ -215,6 +215,6 @@ def refuse_shared_gpus(device: torch.device, option: str) -> None:
         if len(sharing) > 1:
             raise ValueError(
                 f"ranks {', '.join(map(str, sharing[:8]))}{' ...' * (len(sharing) > 8)} on {host} "
-                f"have one GPU, {name}: give each rank its own (srun --gpus-per-task=1), or start "
-                f"{plural(len(ranks), 'rank')}, one per GPU; --{option} cpu uses none"
+                f"share one GPU, {name}: give each rank its own (srun --gpus-per-task=1), or "
+                f"start {plural(len(ranks), 'rank')}, one per GPU; --{option} cpu uses none"
             )

@@ -92,7 +92,7 @@ def _tasks_here(env: Mapping[str, str]) -> tuple[int, str]:
     for part in env[name].split(","):
         found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
         if not found or not int(found[1]):
-            raise ValueError(_error_text(env, name, "it must be as 4, 4(x2) or 4,3"))
+            raise ValueError(_error_text(env, name, "it must be like 4, 4(x2) or 4,3"))
         each.append((int(found[1]), int(found[2] or 1)))
     if len(each) == 1:
         return each[0][0], name

@@ -156,7 +156,7 @@ def write_region(p: Shaped[Tensor, "*whole"], value: Shaped[Tensor, "..."]) -> N
     here = local_view(p)
     if here.is_meta:
         raise ValueError(
-            f"a parameter of shape {tuple(p.shape)} has no memory: its weight has gone"
+            f"a parameter of shape {tuple(p.shape)} has no storage: its weight was freed"
         )
     if p.shape != value.shape:
         raise ValueError(

@@ -154,7 +154,7 @@ def start_receive(into: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Wo
 
 def _require_work(work: dist.Work | None) -> dist.Work:
     """Return the work; torch gives None only to a process that is not in the group."""
-    assert work is not None, "torch gives no work where this process is not of the group"
+    assert work is not None, "torch returns no work handle: this process is not in the group"
     return work
 
 

@@ -151,8 +151,8 @@ class Loader(ABC):
         """
         if not self.validation.tokens:
             raise ValueError(
-                "nothing is held out: --data.validation-fraction is 0, or the second share of "
-                "--data.split; use more, or --data.validation"
+                "there is no validation split: --data.validation-fraction (or the second part of "
+                "--data.split) is 0; use a larger one, or --data.validation"
             )
         rows = self.rows(ranks)
         held = of or self.validation

@@ -44,7 +44,7 @@ def tokenizer_folder(
         return config.tokenizer
     size, option = config.tokenizer.removeprefix(PREFIX), f"--data.tokenizer {config.tokenizer}"
     if not size.isdigit():
-        raise ValueError(f"{option}: after bpe: stands a number of tokens, as in bpe:8192")
+        raise ValueError(f"{option}: bpe: must be followed by a number of tokens, such as bpe:8192")
     if vocab_size is not None and int(size) > vocab_size:
         raise ValueError(
             f"{option} is larger than the model's vocab_size ({vocab_size}): use bpe:{vocab_size}, "
@@ -53,13 +53,13 @@ def tokenizer_folder(
     # a misspelled path looks like a hub id
     if hubs := [name for source in sources for name in source.hubs]:
         raise ValueError(
-            f"{option} trains on local files alone, and {hubs[0]}, which is none here, was taken "
-            "for a hub id: give the path of your files, or a tokenizer's folder or hub id"
+            f"{option} trains on local files only, but {hubs[0]} is not a local file, so it is a "
+            "hub id: give the path of your files, or a tokenizer's folder or hub id"
         )
     if held := [file for source in sources for file in source.indexed]:
         raise ValueError(
-            f"{option} trains on text, and {held[0]} holds tokens: give the folder or hub id of "
-            "the tokenizer that made them"
+            f"{option} trains on text, but {held[0]} is tokenised already: give the folder or hub "
+            "id of its tokenizer"
         )
     held = identities(validation, "--data.validation") if validation else config.validation_fraction
     files = [identity_of(file) for source in sources for file in source.files]
@@ -73,7 +73,7 @@ def tokenizer_folder(
         with lock(folder.with_suffix(".lock")):
             if not _is_complete(folder):  # another process may have been first
                 if folder.exists():
-                    say(f"the tokenizer in {folder} is damaged and made anew", progress)
+                    say(f"the tokenizer in {folder} is damaged and is trained again", progress)
                     remove_folder(folder)
                 with building(folder) as part:
                     texts = _texts(config, sources, validation)

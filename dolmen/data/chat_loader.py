@@ -95,7 +95,7 @@ def prepare(
     # one example is shown in the header, to check the template by eye
     what, first = "judged" if say == "end" else "trained", int(mixture.chosen[0])
     shown = mark_trained(examples, first, inputs.tokenizer)
-    details.append(f"{what} is what stands in »«, as of chat {first}: {shown}")
+    details.append(f"{what} is marked by »« (chat {first}): {shown}")
     identity = {
         **identify(config, examples, judge),
         "sequence_length": str(sequence_length),
@@ -164,8 +164,8 @@ def _describe_padding(tokenizer: PreTrainedTokenizer) -> str:
     token = tokenizer.pad_token_id
     if token is None:
         return (
-            "padding: none, as the tokenizer has no special token but the one that ends a text: "
-            "transformers scores the exported model one text at a time"
+            "padding: none, as the tokenizer has no special token but EOS: transformers can score "
+            "the exported model only with batch size 1"
         )
     return f"padding: {printable(tokenizer.decode([token]))} ({token}), which is not an EOS token"
 
@@ -173,10 +173,10 @@ def _describe_padding(tokenizer: PreTrainedTokenizer) -> str:
 def refuse_model(config: DataConfig, model: ModelSpec | None) -> None:
     """Raises ValueError for a model that is not causal, or has blank-filling prefixes."""
     if model is not None and (model.both_ways or model.blanks is not None):
-        why = "fills in masked tokens" if model.both_ways else "has blanks and prefixes of its own"
+        why = "is a masked language model" if model.both_ways else "has blanks and prefixes (GLM)"
         raise ValueError(
-            f"data.rows {config.rows} is for models that predict the next token, and this one "
-            f"{why}: use --data.rows text"
+            f"data.rows {config.rows} is for causal language models, but this one {why}: use "
+            "--data.rows text"
         )
 
 
@@ -215,7 +215,10 @@ def identify(config: DataConfig, examples: Examples, judge: Examples | None) -> 
     return {
         "data 1": f"{len(examples):,} chats, hash {examples.content}",
         "validation": (
-            f"{config.validation_fraction:g} of the chats held out, drawn by their tokens"
+            (
+                f"{config.validation_fraction:g} of the chats held out, chosen by a hash of their "
+                "tokens"
+            )
             if judge is None
             else f"{len(judge):,} chats, hash {judge.content}"
         ),
@@ -249,7 +252,7 @@ def divide(
         training, held = useful[~selected], useful[selected]
     if not len(training):
         kind, all_of = ("pair", len(examples) // 2) if pairs else ("chat", len(examples))
-        equal = " or are two equal answers" if pairs else ""
+        equal = " or are two equal completions" if pairs else ""
         raise ValueError(
             f"--data.path {examples.name}: of {plural(all_of, kind)} none is left to train on "
             f"({all_of - len(useful):,} have no trained token within sequence_length + 1 "
@@ -283,11 +286,11 @@ def describe_chats(mixture: PackedRows, config: DataConfig) -> list[str]:
     ]
     if long := int(examples.long.sum()):
         lines.append(
-            f"the ends of {plural(long, 'chat')} of over {examples.longest:,} tokens are "
-            "cut off (--train.sequence-length)"
+            f"{plural(long, 'chat')} of over {examples.longest:,} tokens truncated at the end "
+            "(--train.sequence-length)"
         )
     if useless := int((examples.predictions() == 0).sum()):
-        lines.append(f"left out: {plural(useless, 'chat')} in which no token would be trained")
+        lines.append(f"skipped: {plural(useless, 'chat')} without a trained token")
     return lines
 
 
@@ -339,8 +342,8 @@ def completions_of(
     """
     if len(chosen) == 1:
         raise ValueError(
-            f"{examples.name}: one completion is left, and KTO compares answers with those to "
-            "other prompts: give more"
+            f"{examples.name}: only one completion is left, but KTO compares completions of "
+            "different prompts: give more"
         )
     whole = append_unrelated(examples, chosen)
     both = np.stack((chosen, len(examples) + np.arange(len(chosen))), 1).reshape(-1)
@@ -400,24 +403,24 @@ def equal(examples: Examples) -> np.ndarray:
 def describe_pairs(mixture: PackedRows) -> list[str]:
     """Lines for the run's header: the training pairs, then what is left out or truncated."""
     examples, count = mixture.examples, len(mixture.examples) // 2
-    of = "tokens of answers" if mixture.say == "next" else "answers, by their last token"
+    of = "tokens of completions" if mixture.say == "next" else "completions, by their last token"
     lines = [
-        f"{examples.name}: {plural(len(mixture.chosen) // 2, 'pair')} of answers to train on of "
-        f"{count:,}, {mixture.tokens:,} {of}, {plural(len(mixture.rows), 'sequence')} of "
+        f"{examples.name}: {plural(len(mixture.chosen) // 2, 'pair')} of completions to train on "
+        f"of {count:,}, {mixture.tokens:,} {of}, {plural(len(mixture.rows), 'sequence')} of "
         f"{mixture.sequence_length} per epoch, {mixture.full:.1%} full"
     ]
     if same := int(equal(examples).sum()):
-        lines.append(f"left out: {plural(same, 'pair')} whose answers are equal")
+        lines.append(f"skipped: {plural(same, 'pair')} with equal completions")
     long = int((examples.long.reshape(-1, 2).any(1) & ~equal(examples)).sum())
     if long and mixture.say == "end":
         lines.append(
-            f"left out: {plural(long, 'pair')} with an answer that ends behind "
-            f"{examples.longest:,} tokens (--train.sequence-length)"
+            f"skipped: {plural(long, 'pair')} with a completion of over {examples.longest:,} "
+            "tokens with its prompt (--train.sequence-length)"
         )
     elif long:
         lines.append(
-            f"the ends of answers of {plural(long, 'pair')} of over {examples.longest:,} tokens "
-            "are cut off (--train.sequence-length)"
+            f"completions of {plural(long, 'pair')} of over {examples.longest:,} tokens truncated "
+            "at the end (--train.sequence-length)"
         )
     return lines
 
@@ -429,7 +432,7 @@ def describe_completions(mixture: PackedRows) -> str:
     return (
         f"{examples.name}: {plural(len(answers), 'answer')} to train on of "
         f"{len(examples) - len(answers):,}, of which {int((examples.said[answers] > 0).sum()):,} "
-        "are wanted, each beside one to another prompt, "
+        "are desirable, each paired with one to another prompt, "
         f"{plural(len(mixture.rows), 'sequence')} of {mixture.sequence_length} per epoch, "
         f"{mixture.full:.1%} full"
     )

@@ -117,8 +117,8 @@ class DataConfig(TextConfig):
     def __post_init__(self):
         if self.rows != "text" and self.order != "dolmen":
             raise ValueError(
-                f"data.order {self.order} is an order of windows of text, and data.rows "
-                f"{self.rows} has none: leave one of the two out"
+                f"data.order {self.order} orders windows of text, but data.rows is {self.rows}: "
+                "leave one of the two out"
             )
         own = (self.template, self.masking_strategy, self.packing, self.max_row_bytes)
         if self.rows == "text" and own != (None, "assistant", True, DataConfig.max_row_bytes):
@@ -129,18 +129,18 @@ class DataConfig(TextConfig):
             )
         if self.order == "dolmen" and self.split is not None:
             raise ValueError(
-                f"data.split {self.split} divides as Megatron does: use --data.order megatron, or "
+                f"data.split {self.split} is for --data.order megatron: add that, or use "
                 "--data.validation-fraction"
             )
         if self.order == "megatron" and self.validation_fraction != DataConfig.validation_fraction:
             raise ValueError(
-                f"data.validation-fraction ({self.validation_fraction}) is not of --data.order "
-                "megatron, which holds out by --data.split: leave one of the two out"
+                f"data.validation-fraction ({self.validation_fraction}) does not apply to "
+                "--data.order megatron, which uses --data.split: leave one of the two out"
             )
         if self.split is not None and self.validation is not None:
             raise ValueError(
-                f"data.split {self.split} holds out of --data.path, and --data.validation is given "
-                "too: leave one of the two out"
+                f"data.split {self.split} splits off validation data, but --data.validation is "
+                "given too: leave one of the two out"
             )
 
     @property

@@ -254,8 +254,8 @@ def build_corpus(
         )
     if ends[-1] == len(ends):
         raise ValueError(
-            f"{option} {source.name}: the tokenizer gives no tokens for the text of all "
-            f"{len(ends):,} documents: use another --data.tokenizer"
+            f"{option} {source.name}: the tokenizer gives no tokens for any of the {len(ends):,} "
+            "documents: use another --data.tokenizer"
         )
     # otherwise the cache would hold text under the wrong key
     if origin["files"] != [identity_of(file) for file in source.files]:

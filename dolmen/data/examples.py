@@ -132,8 +132,8 @@ def _join_answer(row: dict[str, Any], name: str, where: str) -> Chat:
     if len(whole) < 2 or whole[-1]["role"] != ASSISTANT:
         raise gate.refuse(
             where,
-            f"`{name}` is no answer of the assistant to a prompt: give `prompt`, or the whole "
-            "chat, which ends with the answer",
+            f"`{name}` is not a completion of a prompt: give `prompt`, or the whole chat, ending "
+            "with the assistant's turn",
         )
     return Chat(whole, 1.0, where)
 
@@ -148,8 +148,8 @@ def chat_of(row: dict[str, Any], where: str) -> Chat:
     if form is None:
         raise gate.refuse(
             where,
-            f"no chat but keys {', '.join(str(name)[:40] for name in list(row)[:6])}: it needs "
-            "`messages`, `conversations`, or `instruction` and `output`",
+            f"not a chat, its keys are {', '.join(str(name)[:40] for name in list(row)[:6])}: it "
+            "needs `messages`, `conversations`, or `instruction` and `output`",
         )
     gate.check_schema(row, where, CHAT_ROWS[form])
     messages = {
@@ -314,13 +314,13 @@ def _refuse_all_or_none(index: dict, train_on: MaskingStrategy, name: str, optio
     how = f"--data.masking-strategy {train_on}"
     if not index["trained"]:
         raise ValueError(
-            f"{counts} none would be trained ({how}): give chats with turns of the assistant, or a "
-            "--data.template that writes them"
+            f"{counts} none would be trained ({how}): give chats with assistant turns, or a "
+            "--data.template that renders them"
         )
     if index["trained"] == index["tokens"] and train_on != "all":
         raise ValueError(
-            f"{counts} all would be trained ({how}): the chat template does not tell what the "
-            "assistant says; give another --data.template, or --data.masking-strategy all"
+            f"{counts} all would be trained ({how}): the chat template does not separate the "
+            "assistant's turns; give another --data.template, or --data.masking-strategy all"
         )
 
 
@@ -360,7 +360,7 @@ def _build(
             untrained += not trained[1:].any()
             reach(ends[-1])
     if not weights:
-        raise ValueError(f"{option} {name}: there are no chats in it")
+        raise ValueError(f"{option} {name} contains no chats")
     np.save(folder / "offsets.npy", np.array(ends, "<i8"))
     np.save(folder / "weights.npy", np.array(weights, "<f4"))
     np.save(folder / "hashes.npy", np.array(hashes, "<u8"))

@@ -100,14 +100,14 @@ def check_indexed(file: Path, option: str) -> indexed.Indexed:
         raise ValueError(f"{option} {file}: no tokens in {len(found.lengths):,} sequences")
     if found.tokens.dtype.kind == "f":
         raise ValueError(
-            f"{option} {file} holds {found.tokens.dtype.name}, and tokens are whole numbers"
+            f"{option} {file} has dtype {found.tokens.dtype.name}, but token ids are integers"
         )
     if found.modes is not None and found.modes.any():
         # Megatron marks other modalities by a mode per sequence
         at = int(np.argmax(found.modes != 0))
         raise ValueError(
-            f"{option} {file}: sequence {at} has mode {found.modes[at]}, so it is no text: dolmen "
-            "trains on sequences of mode 0"
+            f"{option} {file}: sequence {at} has mode {found.modes[at]}: only sequences of mode 0 "
+            "(text) are supported"
         )
     return found
 
@@ -131,8 +131,8 @@ def hash_documents(
         if most >= vocab_size or block.min() < 0:
             wrong = first + int(np.argmax((block < 0) | (block >= vocab_size)))
             raise ValueError(
-                f"{option} {file}: token {wrong:,} is {tokens[wrong]}, and the tokenizer has "
-                f"{vocab_size:,}: use the --data.tokenizer that it was made with"
+                f"{option} {file}: token {wrong:,} is {tokens[wrong]}, but the tokenizer has "
+                f"{vocab_size:,} tokens: use the --data.tokenizer that it was tokenised with"
             )
         largest = max(largest, most)
         # one type for all files, so that copies in uint16 and int32 are equal

@@ -41,8 +41,7 @@ def tokenize(config: TokenizeConfig, progress: bool = True) -> Tokenized:
     found = check_inputs(data, None, None, sequence_length=0, progress=progress)
     if found.sources[0].weight is not None:
         raise ValueError(
-            "--data.path: weights make a mixture to train on, and all text is written: leave them "
-            "out"
+            "--data.path: weights are for training mixtures; all text is written: leave them out"
         )
     (source,) = found.sources
     # through the token cache: a later run with the same text is ready

@@ -126,19 +126,19 @@ def check_chats(config: DataConfig, sources: tuple[DataSource, ...]) -> None:
     """
     if len(sources) != 1:
         raise ValueError(
-            f"--data.path has {len(sources)} sources with weights, and chats are one set: give "
-            "them without weights, and rows that are to count for more a `weight`"
+            f"--data.path has {len(sources)} weighted sources, but rows of chats form one data "
+            "set: give paths without weights, and rows a `weight` to change their loss weight"
         )
     (source,) = sources
     if source.indexed:
         raise ValueError(
-            f"--data.path {source.indexed[0]}: chats are rows of text, and this is tokens: "
-            "train on it with --data.rows text"
+            f"--data.path {source.indexed[0]} is tokenised already, but chats need text: use "
+            "--data.rows text"
         )
     if config.rows != "prompts" and (config.tokenizer or "").startswith("bpe:"):
         raise ValueError(
-            f"--data.tokenizer {config.tokenizer} is trained on text, and chats are for a model "
-            "that has a tokenizer: leave it out, or name one"
+            f"--data.tokenizer {config.tokenizer} trains a tokenizer on text, but chats need the "
+            "tokenizer of the model: leave it out, or name one"
         )
 
 

@@ -270,7 +270,7 @@ def load(
     samples = None if steps is None else steps * global_batch_size
     mixture = make_order(config, sources, corpora, divisions, window, seed, samples)
     left_out = [
-        f"warning: not read: {note}" for source in inputs.sources for note in source.left_out
+        f"warning: skipped: {note}" for source in inputs.sources for note in source.left_out
     ]
     kept_out = [note for division in divisions for note in division.notes]
     kept_out += [note for corpus in corpora for note in corpus.notes]
@@ -308,8 +308,8 @@ def make_cloze(
     if config.document_mask or config.order != "dolmen":
         option = "document-mask" if config.document_mask else f"order {config.order}"
         raise ValueError(
-            f"data.{option} is for models that predict the next token, and this one fills in "
-            "masked ones: leave it out"
+            f"data.{option} is for causal language models, but this one is a masked language "
+            "model: leave it out"
         )
     return cloze_for_tokenizer(
         inputs.tokenizer, sequence_length, config.masked_fraction, model.head.follows, seed
@@ -342,7 +342,9 @@ def identify(
     """Entries of the run's fingerprint: training text, its order and the validation split, by
     content.
     """
-    split = f"{config.validation_fraction:g} of the documents held out, drawn by their words"
+    split = (
+        f"{config.validation_fraction:g} of the documents held out, chosen by a hash of their text"
+    )
     if config.order == "megatron":
         split = f"split {config.shares}"
     return {

@@ -144,8 +144,8 @@ def cloze_for_tokenizer(
     """
     if sequence_length < 8:
         raise ValueError(
-            f"train.sequence-length is {sequence_length}: two texts and the tokens between them "
-            "need 8"
+            f"train.sequence-length is {sequence_length}: it must be at least 8, for two segments "
+            "and their special tokens"
         )
     size, vocabulary = vocabulary_size(tokenizer), tokenizer.get_vocab()
     begins = np.ones(size, bool)
@@ -177,7 +177,7 @@ def _require_token(kind: str, token: int | None) -> int:
     """Return the special token id. Raises ValueError, naming the `kind`, where it is None."""
     if token is None:
         raise ValueError(
-            f"the model fills in masked tokens, and the tokenizer names no {kind} token: use "
-            "--data.tokenizer with one made for such models"
+            f"a masked language model needs a {kind} token, which the tokenizer does not define: "
+            "use --data.tokenizer with one for such models"
         )
     return token

@@ -89,8 +89,8 @@ def make_order(
         return Mixture(parts, sequence_length, seed)
     if samples is None:
         raise ValueError(
-            "--data.order megatron depends on how many samples the run reads: give --train.steps "
-            "or --train.tokens"
+            "--data.order megatron depends on the length of the run: give --train.steps or "
+            "--train.tokens"
         )
     # all have a weight or none has
     weighted = sources[0].weight is not None
@@ -131,7 +131,7 @@ def data_sets(config: DataConfig, sources: Sequence[DataSource]) -> Sequence[Dat
         if source.weight is not None and len(parts) > 1:
             raise ValueError(
                 f"--data.path {float(source.weight):g}:{source.name} is {len(parts)} data sets, "
-                "and --data.order megatron has a weight for each: give them one by one"
+                "but --data.order megatron needs a weight for each: list them one by one"
             )
         found += parts or [source]
     return found
@@ -266,7 +266,7 @@ class MegatronOrder:
         self.sizes = [order.per_epoch for order in orders]
         self.turns = blend(normal(weights), samples)
         epochs = [
-            f"{one.times}{' with the last apart' * one.last_separate}"
+            f"{one.times}{' with the last one separate' * one.last_separate}"
             for one in (order.epochs for order in orders)
         ]
         self.name = f"Megatron, epochs: {', '.join(epochs)}"

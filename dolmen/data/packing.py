@@ -49,7 +49,7 @@ def pack_pairs(lengths: Int64[np.ndarray, "items pieces"], room: int) -> list[li
     the same order. Piece i of item n is returned as n * pieces + i. Raises as `pack`.
     """
     if lengths.max(initial=0) > room:
-        raise ValueError(f"a length is {lengths.max()}, over the room of {room}")
+        raise ValueError(f"the longest item ({lengths.max()}) does not fit into {room} tokens")
     pieces = lengths.shape[1]
     assert pieces in (1, 2), "what fits is known by the longer piece and the shorter"
     rows: list[list[int]] = []

@@ -68,13 +68,13 @@ class Unpacked(io.RawIOBase):
         try:
             data = self.inner.read(len(buffer))
         except (EOFError, OSError, zlib.error, zstandard.ZstdError) as error:
-            raise ValueError(f"{self.file} cannot be unpacked: {error}") from error
+            raise ValueError(f"{self.file} cannot be decompressed: {error}") from error
         self.count += len(data)
         # a decompression bomb
         if self.count > self.most:
             raise ValueError(
-                f"{self.file}: {self.size:,} bytes unpack to more than {self.most:,}, which no "
-                f"text does: unpack it yourself if it is meant, and give --data.path the result"
+                f"{self.file}: {self.size:,} bytes decompress to more than {self.most:,}, which "
+                "is implausible for text: decompress it yourself and give --data.path the result"
             )
         buffer[: len(data)] = data
         return len(data)
@@ -358,9 +358,9 @@ def advice(names: Sequence[str]) -> str:
         return f"{keys}: {chats(chat[0])}"
     if "instruction" in names and "output" in names:
         return (
-            f"{keys}: these are instructions with answers, and training here is on plain text: "
-            "dolmen train sft, or --data.rows chats, trains on the answers to them; "
-            "--data.text-field output takes the answers as text"
+            f"{keys}: these are instruction data, but --data.rows is text: dolmen train sft, or "
+            "--data.rows chats, trains on the responses; --data.text-field output trains on them "
+            "as plain text"
         )
     return f"{keys}: use --data.text-field"
 
@@ -368,9 +368,9 @@ def advice(names: Sequence[str]) -> str:
 def chats(name: str) -> str:
     """Hint for rows whose field `name` holds chats."""
     return (
-        f"{name!r} holds chats, and training here is on plain text: dolmen train sft, or "
-        "--data.rows chats, trains on their answers; to train on all as text, write each into one "
-        "field, with tokenizer.apply_chat_template(row, tokenize=False), and name it with "
+        f"{name!r} has chats, but --data.rows is text: dolmen train sft, or --data.rows chats, "
+        "trains on the assistant's turns; to train on all as text, render each into one field "
+        "with tokenizer.apply_chat_template(row, tokenize=False), and name it with "
         "--data.text-field"
     )
 
@@ -413,6 +413,6 @@ ROW_READERS: dict[str, Callable[[Path, int | None], Iterator[Located]]] = {
     ".parquet": parquet_rows,
 }
 SUPPORTED = (
-    f"readable are {', '.join(filter(None, READERS))}, other UTF-8 text, and each of them but "
-    f".parquet with {' or '.join(PACKED)} behind; and Megatron's .bin with its .idx beside it"
+    f"supported are {', '.join(filter(None, READERS))}, other UTF-8 text, each but .parquet also "
+    f"compressed as {' or '.join(PACKED)}, and Megatron's .bin with its .idx in the same folder"
 )

@@ -79,7 +79,7 @@ class Found:
         if file.name.startswith("."):
             self.skipped["hidden folders and files"] += 1
         elif not file.is_file():
-            self.skipped["broken links and what is no file"] += 1
+            self.skipped["broken links and non-files"] += 1
         elif is_indexed(file):
             self.files.append(file.absolute())
         elif file.suffix == IDX and is_indexed(file.with_suffix(BIN)):
@@ -87,7 +87,7 @@ class Found:
         elif (kind := form(file)) is None:
             self._skip(file, f"{file.suffix} files")
         elif kind == "" and not looks_like_text(file):
-            self._skip(file, f"{file.suffix or 'other'} files that are no UTF-8 text")
+            self._skip(file, f"{file.suffix or 'other'} files that are not UTF-8 text")
         else:
             self.bytes_read += file.stat().st_size
             self.files.append(file.absolute())
@@ -236,7 +236,7 @@ def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
         if form(path) is None:
             raise ValueError(f"{option} {entry}: cannot read {path.suffix}; {SUPPORTED}")
         if form(path) == "" and not looks_like_text(path):
-            raise ValueError(f"{option} {entry}: it must be UTF-8 text, and is not; {SUPPORTED}")
+            raise ValueError(f"{option} {entry} is not UTF-8 text; {SUPPORTED}")
         return Found(entry, [path.absolute()])
     if not path.is_dir() and not glob.has_magic(entry):
         if is_hub_id(entry):
@@ -248,9 +248,9 @@ def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
     else:
         found.match(path, cache)
     if not found.files:
-        notes = "".join(f"; left out: {note}" for note in found.notes())
+        notes = "".join(f"; skipped: {note}" for note in found.notes())
         raise FileNotFoundError(
-            f"{option} {entry}: {plural(found.seen, 'file')}, none to read{notes}; {SUPPORTED}"
+            f"{option} {entry}: {plural(found.seen, 'file')}, none readable{notes}; {SUPPORTED}"
         )
     found.files.sort()
     return found

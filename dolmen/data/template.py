@@ -89,7 +89,7 @@ class Template:
         text, spans = self._render_marked(chat) if self.marks else self._render_matched(chat)
         ids, turns = self._encode(text, spans)
         if not len(ids):
-            raise gate.refuse(chat.where, "the chat template renders nothing of it")
+            raise gate.refuse(chat.where, "the chat template renders it as empty text")
         if train_on == "all":
             return ids, np.ones(len(ids), bool)
         trained = np.zeros(len(ids), bool)
@@ -170,9 +170,10 @@ class Template:
         if not (whole.startswith(before) and whole.startswith(until) and len(before) <= len(until)):
             raise gate.refuse(
                 chat.where,
-                f"the chat template writes the first {number + 1} messages otherwise when others "
-                "follow, so what it writes of a turn is not known: give --data.template one with "
-                "{% generation %} marks, or use --data.masking-strategy all",
+                f"the chat template writes the first {number + 1} messages differently when "
+                "others follow, so the tokens of a turn cannot be determined: give "
+                "--data.template one with {% generation %} marks, or use --data.masking-strategy "
+                "all",
             )
         # what this turn adds: the answer and what ends it
         turn = until[len(before) :]
@@ -215,7 +216,9 @@ class Template:
             TimeLimitExceeded,
         ) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise gate.refuse(chat.where, f"the chat template cannot write it: {reason}") from error
+            raise gate.refuse(
+                chat.where, f"the chat template cannot render it: {reason}"
+            ) from error
 
 
 def template_of(tokenizer: PreTrainedTokenizer, name: str | None) -> Template:
@@ -224,7 +227,7 @@ def template_of(tokenizer: PreTrainedTokenizer, name: str | None) -> Template:
     """
     if not tokenizer.is_fast:
         raise ValueError(
-            "the tokenizer has no tokenizer.json, so which tokens are of which turn is not known: "
+            "the tokenizer has no tokenizer.json, so the tokens of a turn cannot be determined: "
             "use another --data.tokenizer"
         )
     known = ", ".join(TEMPLATES)
@@ -232,12 +235,10 @@ def template_of(tokenizer: PreTrainedTokenizer, name: str | None) -> Template:
         if name in TEMPLATES:
             return Template(tokenizer, TEMPLATES[name])
         if not expand(name).is_file():
-            raise ValueError(
-                f"--data.template {name}: no such file, and none of that name (there are {known})"
-            )
+            raise ValueError(f"--data.template {name} is neither a file nor one of {known}")
         return Template(tokenizer, gate.read_text(expand(name), TEMPLATE_SIZE))
     return tokenizer_template(
-        tokenizer, f"give --data.template a file of Jinja, or one of {known}", "use --data.template"
+        tokenizer, f"give --data.template a Jinja file, or one of {known}", "use --data.template"
     )
 
 

@@ -79,7 +79,7 @@ def found_or_built(
             return folder, check_folder(folder, form, origin, verify)
         except Refused:
             if folder.exists():
-                say(f"the cached tokens are damaged and made anew: {reason}", progress)
+                say(f"the cached tokens are damaged and are built again: {reason}", progress)
                 remove_folder(folder)
             with building(folder) as part:
                 build(part)
@@ -101,7 +101,7 @@ def check_folder(
     if index.pop("digest") != digest_of(index):
         raise Refused(f"{folder / INDEX}: its digest differs")
     if digest_of({name: index.get(name) for name in origin}) != digest_of(origin):
-        raise Refused(f"{folder / INDEX}: it is of another text, or of another tokenizer")
+        raise Refused(f"{folder / INDEX}: it belongs to another text or tokenizer")
     for name in form.files:
         file = folder / name
         size = file.stat().st_size if file.is_file() else -1
@@ -112,7 +112,8 @@ def check_folder(
     # an id beyond the embedding would be an illegal memory access on a GPU
     if index["largest"] >= index["vocabulary"]:
         raise Refused(
-            f"{folder}: token {index['largest']} of a vocabulary of {index['vocabulary']}"
+            f"{folder}: token {index['largest']} is outside of the vocabulary of "
+            f"{index['vocabulary']}"
         )
     return index
 

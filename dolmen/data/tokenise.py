@@ -105,7 +105,7 @@ def rows(
         reader = ROW_READERS.get(form(file) or "")
         if reader is None:
             raise ValueError(
-                f"{option} {file}: chats are rows, of {', '.join(ROW_READERS)} files or of the "
+                f"{option} {file}: chats must be rows of {', '.join(ROW_READERS)} files or of the "
                 "hub: give those, or train on text (--data.rows text)"
             )
         yield from reader(file, max_bytes)
@@ -174,7 +174,7 @@ def load_hub(name: str, option: str):
         return datasets.load_dataset(identity, config or None, split="train")
     except (OSError, ValueError, RuntimeError) as error:
         raise ValueError(
-            f"{option} {name}: no such file or folder, and the hub gave no data set: {error}"
+            f"{option} {name}: no such file or folder, and not available from the hub: {error}"
         ) from error
 
 

@@ -169,8 +169,8 @@ def check_vocabulary(
     if needed > vocab_size:
         larger = "" if trained else f"--model.vocab-size {needed} or more, or "
         raise ValueError(
-            f"the tokenizer has {needed:,} tokens, the model's vocab_size is {vocab_size:,}: use "
-            f"{larger}another --data.tokenizer"
+            f"the tokenizer has {needed:,} tokens, but the model's vocab_size is {vocab_size:,}: "
+            f"use {larger}another --data.tokenizer"
         )
 
 
@@ -181,8 +181,8 @@ def check_encodes(tokenizer: PreTrainedTokenizer, text: str, where: str) -> None
     if text.strip() and not len(encoder(tokenizer)(text)):
         raise ValueError(
             f"the tokenizer gives no tokens for the text of {where} ({text[:40]!r}): its "
-            "vocabulary does not have such text, or its files are not complete; give the folder of "
-            "a tokenizer.json to --data.tokenizer"
+            "vocabulary does not cover the text, or its files are incomplete; give "
+            "--data.tokenizer a folder with a tokenizer.json"
         )
 
 
@@ -201,8 +201,8 @@ def end_of_text_id(tokenizer: PreTrainedTokenizer, override: str | None = None) 
     if tokenizer.eos_token_id is None:
         known = ", ".join(tokenizer.all_special_tokens[:6]) or "none"
         raise ValueError(
-            "the tokenizer names no end-of-text token, so the end of a document cannot be marked: "
-            f"use --data.end-of-text TOKEN (its special tokens: {known})"
+            "the tokenizer defines no EOS token to end documents with: use --data.end-of-text "
+            f"TOKEN (its special tokens: {known})"
         )
     return tokenizer.eos_token_id
 
@@ -275,8 +275,8 @@ def train_bpe(
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + 1:
         raise ValueError(
-            f"a byte-level tokenizer needs 256 bytes and an end-of-text token, vocab_size is "
-            f"{vocab_size}: use --model.vocab-size 257 or more"
+            "a byte-level tokenizer needs 256 byte tokens and an end-of-text token, but "
+            f"vocab_size is {vocab_size}: use --model.vocab-size 257 or more"
         )
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(

@@ -147,11 +147,12 @@ def split_of(text: str, count: int) -> list[tuple[int, int]]:
     words = [word for word in re.split(r"[,\s/]+", text.strip()) if word]
     if not 1 <= len(words) <= 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", w) for w in words):
         raise ValueError(
-            f"data.split is {text!r}: it must be shares to train, validate and test on, as 969,30,1"
+            f"data.split is {text!r}: it must be the ratio of training, validation and test "
+            "data, such as 969,30,1"
         )
     given = [float(word) for word in words] + [0.0] * (3 - len(words))
     if not given[0]:
-        raise ValueError(f"data.split {text} leaves nothing to train on: its first share is 0")
+        raise ValueError(f"data.split {text} leaves nothing to train on: its first number is 0")
     marks = [0.0]
     for share in normal(given):
         marks.append(marks[-1] + share)
@@ -209,8 +210,8 @@ def ending(
     clean = [at for at, place in enumerate(places) if place is not None]
     if not clean:
         raise ValueError(
-            f"{source.name}: nothing can be held out of its longest document, as the tokenizer "
-            "does not tell where in the text a token begins: use --data.validation, or "
+            f"{source.name}: no validation split can be taken from its longest document, as the "
+            "tokenizer has no character offsets: use --data.validation, or "
             "--data.validation-fraction 0"
         )
     at = min(clean, key=lambda at: (abs(at - (target - begin)), -at))
@@ -422,8 +423,8 @@ def document_end(corpus: Corpus, index: int, ending: Ending) -> ValidationSplit:
     length = stop - int(corpus.offsets[index])
     note = (
         f"the last {stop - start:,} of {length:,} tokens ({(stop - start) / length:.1%}) of "
-        f"{corpus.file(index) or f'document {index} of {corpus.name}'}, as no document is small "
-        "enough to be held out whole"
+        f"{corpus.file(index) or f'document {index} of {corpus.name}'}, as every document is too "
+        "large to be held out as a whole"
     )
     stream = corpus.stream(np.array([start]), np.array([stop]))
     size = ending.bytes if corpus.byte_count is not None else None

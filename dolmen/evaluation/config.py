@@ -101,7 +101,7 @@ class DuringConfig(TasksConfig):
         super().__post_init__()
         if self.every is not None and not self.enabled:
             raise ValueError(
-                f"evaluate.every is {self.every}, and nothing is evaluated: give "
+                f"evaluate.every is {self.every}, but there is nothing to evaluate: give "
                 "--evaluate.tasks or --evaluate.samples"
             )
 

@@ -97,8 +97,8 @@ class Harness(TemplateLM):
         for _, context, continuation in requests:
             if not 1 <= len(continuation) <= self.max_length:
                 raise ValueError(
-                    f"a task asks for {len(continuation):,} tokens to be scored at once, and the "
-                    f"model's max_position_embeddings are {self.max_length:,}: use another task"
+                    f"a task asks for {len(continuation):,} tokens to be scored at once, but the "
+                    f"model's max_position_embeddings is {self.max_length:,}: use another task"
                 )
             # one more than the model reads: the last token is only predicted
             text = (context + continuation)[-(self.max_length + 1) :]
@@ -157,8 +157,8 @@ class Harness(TemplateLM):
         most = self.max_length - options["max_gen_toks"]
         if most < 1:
             raise ValueError(
-                f"a task asks for {options['max_gen_toks']:,} new tokens, and the model's "
-                f"max_position_embeddings are {self.max_length:,}: give a task with a smaller "
+                f"a task asks for {options['max_gen_toks']:,} new tokens, but the model's "
+                f"max_position_embeddings is {self.max_length:,}: give a task with a smaller "
                 "max_gen_toks"
             )
         sampling = SamplingParams(
@@ -196,7 +196,7 @@ def load_task_manager(config: TasksConfig) -> TaskManager:
     every = TaskManager(include_path=config.tasks_path)
     for name in config.names:
         if name not in every.all_tasks:
-            meant = did_you_mean(name, every.all_tasks, "give --tasks-path, its folder")
+            meant = did_you_mean(name, every.all_tasks, "give its folder as --tasks-path")
             raise ValueError(f"--tasks: lm_eval knows no task {name}: {meant}")
     return every
 

@@ -38,8 +38,8 @@ def check_predicts_next_token(model: spec.ModelSpec) -> None:
     check_head("a loss of the next token", spec.LMHeadSpec, model)
     if model.both_ways:
         raise ValueError(
-            "the model sees both ways: it fills in masked tokens, and no token has a probability "
-            "of its own; use dolmen verify"
+            "the model is a bidirectional encoder (masked language model), which has no "
+            "next-token probabilities to evaluate: use dolmen verify"
         )
 
 

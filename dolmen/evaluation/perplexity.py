@@ -95,10 +95,13 @@ class Windows:
     def words(self) -> str:
         """Phrase that says how documents are read, for the report."""
         if self.stride == self.window:
-            return f"documents whole up to {self.window:,} tokens, the first of each is not counted"
+            return (
+                f"whole documents of up to {self.window:,} tokens; the first token of each is not "
+                "counted"
+            )
         return (
-            f"documents in windows of {self.window:,} tokens by steps of {self.stride:,}, the "
-            "first token of a document is not counted"
+            f"documents in windows of {self.window:,} tokens with stride {self.stride:,}; the "
+            "first token of each document is not counted"
         )
 
 
@@ -124,8 +127,8 @@ def windows(corpus: Corpus, end_of_text: int, window: int, stride: int) -> Windo
     kept = stop > first
     if not kept.any():
         raise ValueError(
-            f"--data.path {corpus.name}: no document has two tokens, and the first of each is not "
-            "counted: give longer documents"
+            f"--data.path {corpus.name}: all documents are shorter than two tokens, so there is "
+            "nothing to predict: give longer documents"
         )
     begin, stop, first, base = begin[kept], stop[kept], first[kept], starts[document[kept]]
     stream = corpus.stream(starts, corpus.offsets[1:])
@@ -344,7 +347,7 @@ def open_text(
     window, stride = window_of(model, window, stride)
     if (config.tokenizer or "").startswith(PREFIX):
         raise ValueError(
-            f"--data.tokenizer {config.tokenizer}: a model is evaluated with the tokenizer that it "
+            f"--data.tokenizer {config.tokenizer}: evaluation needs the tokenizer that the model "
             "was trained with: give its folder or hub id"
         )
     text_options = {field.name: getattr(config, field.name) for field in fields(TextConfig)}
@@ -356,8 +359,8 @@ def open_text(
     check_vocabulary(found.tokenizer, model.vocab_size, trained=True)
     if found.sources[0].weight is not None:
         raise ValueError(
-            "--data.path: weights make a mixture to train on, and all of a text is evaluated: "
-            "leave them out"
+            "--data.path: weights are for training mixtures; all of the text is evaluated: leave "
+            "them out"
         )
     (text,) = found.sources
     corpus = open_corpus(text, data, found, progress, verify=verify)
@@ -372,14 +375,14 @@ def window_of(model: ModelSpec, window: int | None, stride: int | None) -> tuple
     window = most if window is None else window
     if not 2 <= window <= most:
         raise ValueError(
-            f"window is {window}, the model's max_position_embeddings {most}: use --window 2 to "
-            f"{most}"
+            f"window is {window}, but the model's max_position_embeddings is {most}: use --window "
+            f"2 to {most}"
         )
     stride = window if stride is None else stride
     if not 1 <= stride <= window:
         raise ValueError(
-            f"stride is {stride}, the window {window}: use --stride 1 to {window}, which is that "
-            "of windows that do not overlap"
+            f"stride is {stride}, but the window is {window}: use --stride 1 to {window} "
+            f"({window} is without overlap)"
         )
     return window, stride
 

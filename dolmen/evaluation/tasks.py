@@ -20,10 +20,10 @@ def check(config: TasksConfig) -> None:
     task.
     """
     if not config.names:
-        raise ValueError("--tasks names no task: give names between commas")
+        raise ValueError("--tasks is empty: give comma-separated names")
     if find_spec("lm_eval") is None:
         raise ValueError(
-            "--tasks are lm_eval's, which is not installed: pip install 'dolmen[tasks]'"
+            "--tasks needs lm_eval, which is not installed: pip install 'dolmen[tasks]'"
         )
     from dolmen.evaluation import harness  # an extra, and seconds to import
 

@@ -105,7 +105,9 @@ def mean_loss(
     totals = device.read_back(collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size)
     *metrics, nats, tokens, count = totals
     if count == 0:
-        raise ValueError("no token to evaluate carries a loss: give batches that hold text")
+        raise ValueError(
+            "the validation batches have no token with a label: give batches with text"
+        )
     means = {name: one / count for name, one in zip(objective.names, metrics, strict=True)}
     return Losses(nats / count, int(tokens), nats, means)
 

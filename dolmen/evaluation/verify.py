@@ -146,7 +146,8 @@ def verify(
     for window in sorted(w for w in windows if w is not None):
         if read <= window < spec.max_position_embeddings:
             notes.append(
-                f"{read} tokens do not fill the sliding window of {window}: use a larger --length"
+                f"--length {read} is shorter than the sliding window of {window}, so the "
+                "window is not tested: use a larger --length"
             )
     with reference_model.fp32_products():
         reference = None
@@ -172,8 +173,8 @@ def _differences(source: ModelSource, against: ModelSource) -> list[str]:
     check_expressible(against.model, against.spec)
     if not against.model.family.in_transformers:
         raise ValueError(
-            f"{against.where} is of {against.model.model_type}, for which transformers has no "
-            "class: verify has nothing to compare it with"
+            f"{against.where} is a {against.model.model_type}, for which transformers has no "
+            "class to compare with"
         )
     fields = [
         f"{name} is {a} in {source.where.name}, {b} in {against.where.name}"
@@ -181,7 +182,7 @@ def _differences(source: ModelSource, against: ModelSource) -> list[str]:
     ]
     if source.spec.shapes != against.spec.shapes:
         raise ValueError(
-            f"{source.where} and {against.where} hold models of different shapes "
+            f"{source.where} and {against.where} are models of different shapes "
             f"({'; '.join(fields)}): give another --against"
         )
     check_whole(source, against)
@@ -373,8 +374,11 @@ def greedy_row(
         wrong, ties = wrong + (not tie), ties + tie
     best = reference.new_logits.topk(min(2, reference.new_logits.shape[-1]), -1).values
     margin = (best[..., 0] - best[..., -1]).min().item()
-    note = f"{len(continued)} texts of {len(continued[0])} tokens; smallest margin {margin:.2g}"
-    return VerifyRow("greedy tokens", wrong, 0, note + f"; {ties} part at a tie" * bool(ties))
+    note = (
+        f"{len(continued)} sequences of {len(continued[0])} tokens; smallest logit margin "
+        f"{margin:.2g}"
+    )
+    return VerifyRow("greedy tokens", wrong, 0, note + f"; {ties} differ at a tie" * bool(ties))
 
 
 def broadcast_rows(rows: list[VerifyRow], mesh: Mesh) -> tuple[VerifyRow, ...]:

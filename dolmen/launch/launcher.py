@@ -69,8 +69,8 @@ def launch(
             if end.code == 0 or group.first_signal or end.final or attempt == max_restarts:
                 return end.code
             print(
-                f"dolmen: restart {attempt + 1} of {max_restarts}, from the newest whole "
-                f"checkpoint",
+                f"dolmen: restart {attempt + 1} of {max_restarts}, from the newest complete "
+                "checkpoint",
                 file=sys.stderr,
                 flush=True,
             )
@@ -195,13 +195,13 @@ def cause(failures: dict) -> str:
         first, name = killed[0], signal.Signals(-killed[0].exitcode).name
         hint = " (out of memory?)" if name == "SIGKILL" else ""
         return (
-            f"dolmen: rank {first.local_rank} (pid {first.pid}) was ended by {name}{hint}; "
-            "all ranks were stopped"
+            f"dolmen: rank {first.local_rank} (pid {first.pid}) was killed by {name}{hint}; all "
+            "ranks were stopped"
         )
     failed = [f for f in failures.values() if f.exitcode not in (-signal.SIGTERM, 130, 143)]
     first = min(failed or failures.values(), key=lambda f: f.timestamp)
     report = first.error_file_data.get("message")  # as `process.end` wrote it
-    text = report["message"] if isinstance(report, dict) else "no traceback was left"
+    text = report["message"] if isinstance(report, dict) else "no traceback"
     if first.exitcode == 2:
         return text.rstrip()
     return (

@@ -46,7 +46,7 @@ def meet(store: Store, rank: int, size: int, seconds: float = 600) -> Store:
                 store.set(f"go/{name}", me)
         if missing and time.monotonic() > end:
             raise TimeoutError(
-                f"{len(missing)} of {size} ranks have not come, e.g. {sorted(missing)[:4]}"
+                f"{len(missing)} of {size} ranks have not joined, e.g. {sorted(missing)[:4]}"
             )
         if missing:
             time.sleep(0.02)

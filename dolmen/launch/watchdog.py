@@ -192,7 +192,7 @@ class Watch:
         text = verdict(now, silent, {r: self._read_stack(r) for r in now})
         for pid in siblings:
             _send(pid, signal.SIGTERM)
-        self.fail(f"{text}\n(stacks of all ranks that could leave one: {self.folder})")
+        self.fail(f"{text}\n(stacks of all ranks that wrote one: {self.folder})")
 
     def _read_heartbeats(self) -> dict[int, dict]:
         """Return every rank's last heartbeat; {} for a file that is missing or unreadable."""
@@ -250,11 +250,12 @@ def verdict(rows: dict[int, dict], silent: list[int], stacks: dict[int, str]) ->
     free = [r for r in slowest if not heartbeats[r]["waits"]]
     if silent:
         blamed = silent
-        how = "does not answer: its process is stopped or dead, or its machine is out of reach"
+        how = "does not respond: its process is stopped or dead, or its machine is unreachable"
     elif not free:
         blamed = slowest
         how = (
-            "waits in a collective like all others: the network, or ranks that call different ones"
+            "waits in a collective like all other ranks: the network fails, or ranks called "
+            "different collectives"
         )
     else:
         blamed, how = free, "makes no progress"
@@ -282,7 +283,7 @@ def verdict(rows: dict[int, dict], silent: list[int], stacks: dict[int, str]) ->
     return "\n".join(
         [
             *lines,
-            f"{waiting} of {len(rows)} ranks wait for it"
+            f"{waiting} of {len(rows)} ranks are waiting for it"
             if len(blamed) == 1
             else f"{len(blamed)} of {len(rows)} ranks hang",
         ]

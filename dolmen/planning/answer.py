@@ -12,8 +12,8 @@ from dolmen.planning.plan import Candidate, Change, Compared, DryRun, Fleet, Pla
 
 NAMES = {"bubble": "bubble", "memory": "memory traffic", "host": "host", "pp": "sends"}
 MFU = (
-    "MFU: floating-point operations of the model (causal attention, nothing twice) over what the "
-    "device's maker promises in {dtype}; HFU: with what backward computes again."
+    "MFU: floating-point operations of the model (causal attention, no recomputation) relative to "
+    "the datasheet peak in {dtype}; HFU: with recomputation."
 )
 SHOWN = 4
 """Changes of a layout that are lines."""
@@ -30,11 +30,12 @@ def title(plan: Plan) -> str:
     batch = f"{plan.global_batch_size:,} sequences of {plan.sequence_length:,}"
     # defaults decide the answer, so they are named
     knobs = " and ".join(f"--{name}" for name in plan.assumed)
-    assumed = f" (a default, as nothing says another: give {knobs})" if knobs else ""
+    assumed = f" (a default; set {knobs})" if knobs else ""
     return (
         f"{plan.model}, {size(plan.parameters)} parameters, on {where} ({plan.gpus:,}), "
-        f"{plan.dtype}\n{batch} = {size(plan.step_tokens)} tokens a step{assumed}\n"
-        f"{plan.considered:,} layouts, {plan.fitting:,} fit {gib(cluster.device.memory)}"
+        f"{plan.dtype}\n{batch} = {size(plan.step_tokens)} tokens per "
+        f"step{assumed}\n{plan.considered:,} layouts considered, {plan.fitting:,} fit into "
+        f"{gib(cluster.device.memory)}"
     )
 
 
@@ -79,11 +80,12 @@ def per_gpu(plan: Plan, one: Candidate) -> float:
 def notes(plan: Plan) -> list[str]:
     """Return the lines below the ranking, which explain its columns."""
     return [
-        f"GiB: of the fullest rank, of {plan.cluster.device.memory / 2**30:.0f}. {plan.interval}.",
+        f"GiB: peak of the fullest rank, of {plan.cluster.device.memory / 2**30:.0f}. "
+        f"{plan.interval}.",
         MFU.format(dtype=plan.dtype),
-        "tie: layouts with one letter are within the 90 % interval of the first of them, so their "
-        "order is not certain: choose by memory, or measure.",
-        f"To the byte: {plan.command}",
+        "tie: layouts with the same letter lie within the 90 % interval of the first of them, so "
+        "their order is uncertain: choose by memory, or measure.",
+        f"Exact memory: {plan.command}",
     ]
 
 
@@ -94,14 +96,14 @@ def dry_run_lines(plan: Plan) -> list[str | Table]:
     dry = plan.dry
     if dry is None:
         return []
-    lines: list[str | Table] = [f"not listed, by the dry run: {why}" for why in dry.struck]
+    lines: list[str | Table] = [f"excluded by the dry run: {why}" for why in dry.struck]
     if dry.left_out:
-        return [*lines, f"The first layout was not dry-run: {dry.left_out}."]
+        return [*lines, f"No dry run of the first layout: {dry.left_out}."]
     made = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
     made.add_column("dry run of 1.", no_wrap=True)
     for one in dry.ranks:
         made.add_column(f"rank {one.rank:,}", justify="right", no_wrap=True)
-    made.add_row("GiB at the peak", *(format_compared(one.peak) for one in dry.ranks))
+    made.add_row("peak GiB", *(format_compared(one.peak) for one in dry.ranks))
     # kinds that hardly matter are not shown
     least = DIFFERS * max(one.peak.counted for one in dry.ranks)
     for held in zip(*(one.held for one in dry.ranks), strict=True):
@@ -116,8 +118,8 @@ def dry_run_lines(plan: Plan) -> list[str | Table]:
     return [
         *lines,
         made,
-        "in brackets: the closed forms beside what the real step does, without values; of what is "
-        f"held, kinds that differ by {DIFFERS:.0%} of the peak.",
+        "dry run: the real step on tensors without values. In brackets: error of the closed "
+        f"forms. Kinds of memory are shown if they are off by {DIFFERS:.0%} of the peak or more.",
         *_differing_seconds(plan.ranked[0].estimate.seconds, dry),
     ]
 
@@ -137,9 +139,9 @@ def _differing_seconds(step: float, dry: DryRun) -> list[str]:
             continue
         way = "longer" if seconds > 0 else "shorter"
         lines.append(
-            f"{axis}: the links are busy {abs(seconds):.3g} s a step {way} than the table assumes "
-            f"({worst.off:+.1%} of bytes), so its {step:.3g} s change by {seconds / step:+.1%} at "
-            "the most, and by less as far as compute hides it."
+            f"{axis}: links are busy for {abs(seconds):.3g} s per step {way} than the table "
+            f"assumes ({worst.off:+.1%} of bytes), which changes its {step:.3g} s by at most "
+            f"{seconds / step:+.1%}, less where computation hides it."
         )
     return lines
 
@@ -204,7 +206,7 @@ def format_change(plan: Plan, one: Candidate, change: Change) -> str:
     way = f"{abs(percent):.1%} {'less' if percent < 0 else 'more'} time"
     # used only where it does not fit
     over = change.held - plan.cluster.device.memory
-    lack = "" if change.fits else f", and lacks {over / 2**30:.1f} GiB"
+    lack = "" if change.fits else f", too large by {over / 2**30:.1f} GiB"
     return f"{change.words}: {way}, {change.held / 2**30:.1f} GiB{lack}"
 
 
@@ -224,11 +226,9 @@ def budget(plan: Plan) -> list[str]:
     if plan.cluster.node_watts is not None:
         # MWh
         energy = plan.cluster.nodes * plan.cluster.node_watts / 1e6 * 24 * days.seconds
-        lines.append(f"energy: {energy:,.1f} MWh, of nodes at full power, without cooling")
+        lines.append(f"energy: {energy:,.1f} MWh at full power of the nodes, without cooling")
     if plan.prices.rent:
-        lines.append(
-            f"rented: {plan.rent_cost(fleet):,.0f} at {plan.prices.rent:g} per GPU and hour"
-        )
+        lines.append(f"rented: {plan.rent_cost(fleet):,.0f} at {plan.prices.rent:g} per GPU hour")
     if plan.prices.node:
         lines.append(
             f"owned: {plan.owning_cost(fleet):,.0f}, nodes at {plan.prices.node:,.0f} over "
@@ -306,18 +306,27 @@ def _candidate_dict(plan: Plan, one: Candidate, tie: int) -> dict[str, Any]:
 def inference_title(found: Inference) -> str:
     """Return the line above the table of --inference: model, cluster, dtype, sequences."""
     cluster = found.cluster
-    texts = plural(found.batch, "text")
+    sequences = plural(found.batch, "sequence")
     return (
-        f"{found.model} generates on {cluster.name}, {found.dtype}: {texts} of {found.length:,} "
-        "tokens, one copy on tp GPUs"
+        f"{found.model}: generation on {cluster.name}, {found.dtype}, {sequences} of "
+        f"{found.length:,} tokens, one copy on tp GPUs"
     )
 
 
 def inference_table(found: Inference) -> Table:
     """Return the table of --inference, a row for each tp."""
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    names = ("tp", "weights GiB", "cache GiB", "in all", "fits", "ms a token", "tok/s/GPU", "bound")
-    for name in (*names, "most texts"):
+    names = (
+        "tp",
+        "weights GiB",
+        "KV cache GiB",
+        "total GiB",
+        "fits",
+        "ms/token",
+        "tok/s/GPU",
+        "bound",
+    )
+    for name in (*names, "max sequences"):
         made.add_column(name, justify="right")
     for row in found.rows:
         made.add_row(

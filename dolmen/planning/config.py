@@ -145,14 +145,14 @@ class PlanConfig:
         """
         if not self.inference and (self.batch, self.length) != (1, None):
             raise ValueError(
-                "batch and length are of generation: give --inference too, or for training "
-                "--train.global-batch-size and --train.sequence-length"
+                "--batch and --length are for generation: add --inference, or use "
+                "--train.global-batch-size and --train.sequence-length for training"
             )
         # they have no meaning for generation
         of_training = ("as_recipe", "report", "tokens", "rent", "explain")
         if self.inference and (said := [name for name in of_training if getattr(self, name)]):
             raise ValueError(
-                f"{said[0].replace('_', '-')} is of training, and --inference is in place of it: "
+                f"{said[0].replace('_', '-')} is for training, but --inference plans generation: "
                 "leave one of the two out"
             )
 

@@ -66,7 +66,7 @@ class DryRunReport:
             for one in self.ledgers
         ]
         self._add_rows(
-            table, "sent, times and bytes", sent, lambda both: f"{both[0]:,}  {_gib(both)}"
+            table, "sent: messages and bytes", sent, lambda both: f"{both[0]:,}  {_gib(both)}"
         )
         return table
 

@@ -131,7 +131,10 @@ def trace_step(
     process group has been joined already, and whatever the step would raise.
     """
     if dist.is_initialized():
-        raise ValueError("a dry run plays a process of a world, and this one is of a world already")
+        raise ValueError(
+            "dolmen dryrun runs in one process, but this process belongs to a group: run it "
+            "without torchrun or srun"
+        )
     # a process group of any size, in which nothing is sent
     dispatch.join_fake(run.layout.world, rank)
     try:
@@ -205,11 +208,11 @@ def crash_error(rank: int, counting: Counting, error: Exception) -> ValueError:
     action and in which module.
     """
     last = counting.rows[-1].action if counting.rows else ""
-    where = f"after {last}" if last else "at its beginning"
+    where = f"after {last}" if last else "at the start"
     module = counting.places.here if counting.places is not None else None
     inside = f" in {module}" if module else ""
     said = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return ValueError(f"the step of rank {rank} would crash {where}{inside}: {said}")
+    return ValueError(f"the step of rank {rank} would fail {where}{inside}: {said}")
 
 
 def allocate_state(

@@ -89,7 +89,9 @@ class Device:
         """
         if dtype in self.peak:
             return self.peak[dtype]
-        raise ValueError(f"{self.name} has no products in {dtype}: it has {', '.join(self.peak)}")
+        raise ValueError(
+            f"{self.name} has no peak rate for {dtype}, only for {', '.join(self.peak)}"
+        )
 
 
 @dataclass(frozen=True)
@@ -198,19 +200,21 @@ def read_cluster(name: str) -> Cluster:
     )
     # strictly rising: each tier joins groups of the one below
     if [t.nodes for t in tiers] != sorted({t.nodes for t in tiers}):
-        raise gate.refuse(file, "tiers must join more nodes from one to the next")
+        raise gate.refuse(file, "tiers must be in order of increasing nodes")
     if nodes is None:
         # all of them
         nodes = found["nodes"]
     if nodes > found["nodes"]:
         raise ValueError(
-            f"{file.stem} has {found['nodes']:,} nodes, and {nodes:,} are asked for: use "
+            f"{file.stem} has {found['nodes']:,} nodes, but {nodes:,} are requested: use "
             f"--cluster {name}:{found['nodes']}, or a file of your own"
         )
     # a single node needs no network
     between = _parse_link(found["between"]) if "between" in found else None
     if between is None and nodes > 1:
-        raise gate.refuse(file, f"has {nodes:,} nodes and no `between`: say what joins them")
+        raise gate.refuse(
+            file, f"has {nodes:,} nodes but no `between`, the network that connects them: add it"
+        )
     device = read_device(_device_path(file, found["device"]))
     check_cluster(file, found, device.bandwidth, device.watts)
     return Cluster(
@@ -247,7 +251,7 @@ def _take_gpus(gpus: int, device: str) -> Cluster:
         return replace(node, gpus_per_node=gpus, node_watts=share)
     if gpus < 1 or gpus % node.gpus_per_node:
         raise ValueError(
-            f"{gpus}x{device} is no whole number of nodes: a node of {name} has "
+            f"{gpus}x{device} is not a whole number of nodes: a node of {name} has "
             f"{node.gpus_per_node} GPUs, so use a multiple of {node.gpus_per_node}, or fewer"
         )
     return read_cluster(f"{name}:{gpus // node.gpus_per_node}")
@@ -370,7 +374,7 @@ def check_device(file: Path, found: dict[str, Any]) -> None:
         raise gate.refuse(
             file,
             f"peak_tflops {fastest:,} and memory_gb_s {rate:,} are {per_byte:.3g} FLOPs per byte, "
-            "and 0.5 to 10,000 can be: one of them is in another unit",
+            "outside of 0.5 to 10,000: check the units",
         )
     # an A100 reads all its memory in 0.04 s, a V100 in 0.035
     # GiB to GB, over GB/s: seconds to read all memory once
@@ -378,14 +382,14 @@ def check_device(file: Path, found: dict[str, Any]) -> None:
     if sweep < 0.002:
         raise gate.refuse(
             file,
-            f"memory_gib {found['memory_gib']:,} at memory_gb_s {rate:,} is read in {sweep:.3g} s, "
-            "and 0.002 and more can be: one of them is in another unit",
+            f"memory_gib {found['memory_gib']:,} at memory_gb_s {rate:,} is read in {sweep:.3g} "
+            "s, less than 0.002: check the units",
         )
     if found["reserved_gib"] >= found["memory_gib"]:
         raise gate.refuse(
             file,
-            f"reserved_gib is {found['reserved_gib']:,} of memory_gib {found['memory_gib']:,}: "
-            "nothing is left for a model",
+            f"reserved_gib is {found['reserved_gib']:,} of memory_gib {found['memory_gib']:,}, "
+            "which leaves no memory for a model",
         )
 
 
@@ -402,8 +406,8 @@ def check_cluster(
     if found["gpus_per_node"] > 1 and inside * 1e9 > memory_rate:
         raise gate.refuse(
             file,
-            f"inside.gb_s is {inside:,}, and the device's memory has {memory_rate / 1e9:,.0f}: no "
-            "link is faster than the memory that it reads; bits are an eighth of bytes",
+            f"inside.gb_s is {inside:,}, and the device's memory has {memory_rate / 1e9:,.0f}: a "
+            "link cannot be faster than memory (GB/s are bytes, not bits)",
         )
     gpus, kilowatts = found["gpus_per_node"], found.get("node_kw")
     if kilowatts is not None and watts is not None:
@@ -413,7 +417,7 @@ def check_cluster(
             raise gate.refuse(
                 file,
                 f"node_kw is {kilowatts:,}, {share:.3g} times what its {gpus} GPUs of {watts:,} W "
-                "take, and 0.5 to 20 times can be",
+                "take, outside of 0.5 to 20 times: check the units",
             )
 
 
@@ -434,6 +438,6 @@ def _check(file: Path, name: str, value: float, bound: Bound) -> None:
     if not bound.least <= value <= bound.most:
         raise gate.refuse(
             file,
-            f"{name} is {value:,g}, and {bound.least:,g} to {bound.most:,g} {bound.unit} can be "
-            f"({bound.known})",
+            f"{name} is {value:,g}, and {bound.least:,g} to {bound.most:,g} {bound.unit} is "
+            f"possible ({bound.known})",
         )

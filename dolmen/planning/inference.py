@@ -68,7 +68,7 @@ def inference(question: Question, batch: int, length: int | None) -> Inference:
     """
     spec, cluster = question.run.spec, question.cluster
     if spec.both_ways:
-        raise ValueError(f"{question.name} fills in masked tokens: it generates none")
+        raise ValueError(f"{question.name} is a masked language model, which cannot generate")
     most = spec.max_position_embeddings
     if (length or 0) > most:
         raise ValueError(
@@ -78,7 +78,7 @@ def inference(question: Question, batch: int, length: int | None) -> Inference:
     pins = question.pins
     if pins.said.keys() - {"tp"}:
         name = min(pins.said.keys() - {"tp"}).replace("_", "-")
-        raise ValueError(f"--layout.{name} is of training: of --inference give --layout.tp alone")
+        raise ValueError(f"--layout.{name} is for training: with --inference give only --layout.tp")
     space = Space(spec, cluster.gpus_per_node, cluster.gpus_per_node, 1, pins=pins)
     sizes = sorted({tp for tp, cp, pp, _, ep in space.meshes() if cp * pp * ep == 1})
     if not sizes:

@@ -59,13 +59,13 @@ class Placement:
         """Raise ValueError where nodes have too few GPUs, or the cluster too few nodes."""
         if not 1 <= self.used <= self.cluster.gpus_per_node:
             raise ValueError(
-                f"{self.used} GPUs of a node are to be used, and {self.cluster.name} has "
+                f"{self.used} GPUs per node are requested, but {self.cluster.name} has "
                 f"{self.cluster.gpus_per_node} in each"
             )
         nodes = -(-self.topology.size // self.used)
         if nodes > self.cluster.nodes:
             raise ValueError(
-                f"{self.topology.size:,} ranks take {nodes:,} nodes of {self.used} GPUs, and "
+                f"{self.topology.size:,} ranks take {nodes:,} nodes of {self.used} GPUs, but "
                 f"{self.cluster.name} has {self.cluster.nodes:,}"
             )
 

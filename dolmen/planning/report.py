@@ -33,19 +33,19 @@ FIGURES = (
     ReportFigure(
         "Which layout",
         ranking.ranking,
-        "Predicted time of a step, the fastest layouts first. The line is the 90 % interval of the "
-        "time itself; what is wrong for one layout is mostly wrong for its neighbours too. MFU "
-        "counts the floating-point operations of the model alone against the datasheet's peak; "
-        "memory is that of the fullest GPU.",
+        "Predicted time of a step, the fastest layouts first. The line is the 90 % interval of "
+        "the time itself; errors of similar layouts are mostly alike. MFU counts only the "
+        "floating-point operations of the model, relative to the datasheet's peak; memory is that "
+        "of the fullest GPU.",
     ),
     ReportFigure(
-        "What a step is made of",
+        "Parts of a step",
         ranking.step,
         "Computation first, then communication that nothing hides (by axis of the mesh), then the "
         "bubble, in which a pipeline rank waits for others, and the optimizer.",
     ),
     ReportFigure(
-        "What a GPU holds",
+        "Memory of a GPU",
         memory.stages,
         "The fullest GPU of each pipeline rank at its fullest moment, for the best layout, below "
         "the limit of the device (dashed).",
@@ -53,28 +53,28 @@ FIGURES = (
     ReportFigure(
         "Memory along the schedule",
         memory.along,
-        "The same over the time of a step: activations come with each forward and go with its "
-        "backward.",
+        "Memory over the time of a step: activations are allocated by each forward and freed by "
+        "its backward.",
     ),
     ReportFigure(
         "The schedule",
         timeline.timeline,
-        "What each pipeline rank does when. Numbers are microbatches. Of a step with more of them "
-        "than change anything, as many as do are simulated, and the others are like the last; of "
-        "more actions than can be seen, the beginning and the end.",
+        "Actions of each pipeline rank over time. Numbers are microbatches. Of a long steady "
+        "state only a part is simulated, and of more actions than fit the picture only the "
+        "beginning and the end are shown.",
     ),
     ReportFigure(
         "Traffic",
         network.traffic,
-        "What one GPU sends in a step over each tier of the network, by axis of the mesh, and how "
-        "long its link is busy with it, hidden behind computation or not.",
+        "Bytes that one GPU sends in a step over each tier of the network, by mesh axis, and how "
+        "long its link is busy with them, overlapped with computation or not.",
     ),
     ReportFigure(
         "GPUs, days and cost",
         front.front,
-        "Each point is the best layout of so many GPUs, trained to the budget of tokens; filled "
-        "ones are on the front: no smaller fleet is as fast. Failures, restarts and checkpoints "
-        "are not counted. Owned: the share of the years that nodes last, and power.",
+        "Each point is the best layout for a number of GPUs, trained for the token budget; filled "
+        "points are on the Pareto front: no smaller fleet is as fast. Failures, restarts and "
+        "checkpoints are not counted. Cost of owned nodes: depreciation and power.",
     ),
     ReportFigure(
         "The cluster",
@@ -103,7 +103,7 @@ def page(plan: Plan) -> str:
     cluster = plan.cluster
     under = (
         f"{plural(plan.gpus, 'GPU')} of {cluster.name} ({cluster.device.name}), "
-        f"{plan.global_batch_size:,} sequences of {plan.sequence_length:,} tokens a step"
+        f"{plan.global_batch_size:,} sequences of {plan.sequence_length:,} tokens per step"
     )
     # $name placeholders: CSS is full of braces
     return Template(gate.read_text(FRAME, gate.MIB)).substitute(
@@ -136,11 +136,11 @@ def _summary(plan: Plan) -> str:
     rows = {
         "parameters": f"{short(plan.parameters)} ({plan.parameters:,})",
         "best layout": f"{best.words}, bound by {best.bound}",
-        "a step": f"{_format_interval(found)} s, MFU {best.mfu:.1%}",
+        "step": f"{_format_interval(found)} s, MFU {best.mfu:.1%}",
         "tokens per second": f"{plan.step_tokens / found.seconds:,.0f}",
         "memory of the fullest GPU": f"{best.fullest / 2**30:.1f} GiB, {free:.1f} GiB free",
         f"{short(plan.budget)} tokens": f"{_format_interval(days)} days",
-        "layouts looked at": f"{plan.considered:,}",
+        "layouts considered": f"{plan.considered:,}",
     }
     # names of models and layouts come from files: always escaped
     cells = "\n".join(

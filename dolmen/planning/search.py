@@ -238,8 +238,8 @@ def refusal(question: Question, found: SearchResult) -> str:
     gpus = plural(question.cluster.gpus, "GPU")
     layouts, lacks = plural(found.considered, "layout"), gib(held - memory)
     text = (
-        f"none of {layouts} fits {gpus} of {gib(memory)}: the nearest, {words(choice.options)}, "
-        f"needs {gib(held)} on its fullest rank, {lacks} too many"
+        f"none of {layouts} fits into {gpus} of {gib(memory)}: the nearest, "
+        f"{words(choice.options)}, needs {gib(held)} on its fullest rank, {lacks} too many"
     )
     other = nearest_fitting(question, choice)
     if other is not None:

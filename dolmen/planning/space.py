@@ -230,23 +230,23 @@ class Space:
             pinned = layout.resolve(self.gpus)
             pinned.check(self.spec, self.sequence_length, pinned.dp or 1, 1)
             raise ValueError(
-                f"no layout splits this model over {plural(self.gpus, 'GPU')} as --layout says: "
-                "give fewer of its parts"
+                f"no layout splits this model over {plural(self.gpus, 'GPU')} with the given "
+                "--layout options: leave some of them out"
             )
         # the mesh fits; only the batch may not
         degrees = sorted({dp for _, _, _, dp, _ in meshes})
         if all(self.global_batch_size % dp for dp in degrees):
             least = degrees[0]
             raise ValueError(
-                f"train.global-batch-size ({self.global_batch_size:,}) is divisible by no dp that "
-                f"{plural(self.gpus, 'GPU')} leave, the smallest of which is {least}: set "
-                f"--train.global-batch-size to a multiple, such as "
+                f"train.global-batch-size ({self.global_batch_size:,}) is not divisible by any "
+                f"possible dp on {plural(self.gpus, 'GPU')} (the smallest is {least}): set "
+                "--train.global-batch-size to a multiple, such as "
                 f"{-(-self.global_batch_size // least) * least}"
             )
         raise ValueError(
             f"no layout of {plural(self.gpus, 'GPU')} takes train.global-batch-size "
-            f"({self.global_batch_size:,}) with what --layout and --train.microbatch-size say: "
-            "leave one of them out"
+            f"({self.global_batch_size:,}) with the given --layout options and "
+            "--train.microbatch-size: leave some of them out"
         )
 
 

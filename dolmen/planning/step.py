@@ -51,7 +51,11 @@ class ErrorSpread(NamedTuple):
     @property
     def words(self) -> str:
         """Text for a report: the number of runs, and whether some are of this device."""
-        of = "with this device" if self.device else "none of this device, so twice as wide"
+        of = (
+            "some on this device"
+            if self.device
+            else "none on this device, so the interval is doubled"
+        )
         return f"90 % interval from n = {self.rows} measured runs, {of}"
 
 

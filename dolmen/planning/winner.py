@@ -78,7 +78,7 @@ def confirm(question: Question, choices: Sequence[LayoutChoice], progress: bool)
         if held <= question.cluster.device.memory:
             return DryRun(ranks, tuple(struck))
         over = held - question.cluster.device.memory
-        struck.append(f"{words(choice.options)}: {gib(held)} by the dry run, {gib(over)} too many")
+        struck.append(f"{words(choice.options)}: {gib(held)} by the dry run, {gib(over)} too much")
     return DryRun((), (), f"none of the first {len(struck)} layouts passes: {struck[0]}")
 
 

@@ -80,13 +80,13 @@ def open_text(config: VocabText) -> Text | None:
         return None
     sources = resolve_sources(config.path)
     if sources[0].weight is not None:
-        raise ValueError("--data.path: weights make a mixture to train on: leave them out")
+        raise ValueError("--data.path: weights are for training mixtures: leave them out")
     # without weights all entries are one source
     (source,) = sources
     if source.indexed:
         raise ValueError(
-            f"--data.path {source.indexed[0]} holds tokens, and a vocabulary is of text: give the "
-            "text that they were made of"
+            f"--data.path {source.indexed[0]} is tokenised already, but a vocabulary is learned "
+            "from text: give the original text"
         )
     return Text(source, config.text_field)
 
@@ -134,8 +134,8 @@ def check_base(base: Vocabulary, new: Vocabulary) -> None:
     # scores of a BPE are ranks, not log-probabilities
     if base.kind == "unigram" and new.kind != "unigram":
         raise ValueError(
-            f"BASE {base.where} is unigram, which weighs tokens by their probability, and NEW "
-            f"{new.where} is {new.kind}, which has none: train it with --kind unigram"
+            f"BASE {base.where} is unigram, whose tokens have probabilities, but NEW {new.where} "
+            f"is {new.kind}, whose tokens have none: train it with --kind unigram"
         )
     if model is None or content is None:
         return
@@ -146,7 +146,7 @@ def check_base(base: Vocabulary, new: Vocabulary) -> None:
     if other:
         raise ValueError(
             f"BASE {base.where}: tokenizer.json and tokenizer.model differ in "
-            f"{plural(len(other), 'token')}, e.g. {brief(other[0])}: leave one of the files out"
+            f"{plural(len(other), 'token')}, e.g. {brief(other[0])}: remove one of the two files"
         )
 
 
@@ -166,7 +166,7 @@ def check_merged(
     numbered = enumerate(tokens, first)
     if wrong := [token for number, token in numbered if ids.get(token) != number]:
         raise ValueError(
-            f"transformers gives {plural(len(wrong), 'new token')} another id, e.g. "
+            f"transformers gives {plural(len(wrong), 'new token')} a different id, e.g. "
             f"{brief(wrong[0])} {ids.get(wrong[0])}"
         )
     model = made.backend_tokenizer.model if made.is_fast else None
@@ -215,14 +215,12 @@ def check_round_trip(tokenizer: PreTrainedTokenizer, lines: Iterable[str], where
         ids = encode(line).tolist()
         # a vocabulary without bytes and unknown token drops characters silently
         if not ids:
-            raise ValueError(
-                f"{where}: the tokenizer turns text into nothing: no tokens for {brief(line)}"
-            )
+            raise ValueError(f"{where}: the tokenizer gives no tokens for {brief(line)}")
         # clean-up would remove spaces before punctuation
         back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         if back != line:
             raise ValueError(
-                f"{where}: the tokenizer turns text into another one: {brief(line)} comes back as "
+                f"{where}: the tokenizer is not reversible: {brief(line)} is decoded as "
                 f"{brief(back)}"
             )
 
@@ -237,6 +235,6 @@ def check_sentencepiece(tokenizer: PreTrainedTokenizer, model: str, lines: Seque
     unlike = [line for line in lines if theirs.encode(line) != encode(line).tolist()]
     if len(unlike) > UNLIKE * len(lines):
         raise ValueError(
-            f"transformers cuts {len(unlike):,} of {plural(len(lines), 'line')} otherwise than "
-            f"sentencepiece, e.g. {brief(unlike[0])}"
+            f"transformers tokenises {len(unlike):,} of {plural(len(lines), 'line')} differently "
+            f"from sentencepiece, e.g. {brief(unlike[0])}"
         )

@@ -50,8 +50,8 @@ class VocabTrainConfig:
         least = BYTES + (1 if self.kind == "byte-bpe" else FRAME + 1)
         if not least < self.size <= 2**24:
             raise ValueError(
-                f"--size is {self.size:,}: a vocabulary of kind {self.kind} has {BYTES} bytes, its "
-                f"special tokens, and what it learns: use --size {least + 1} to {2**24}"
+                f"--size is {self.size:,}: a vocabulary of kind {self.kind} has {BYTES} byte "
+                f"tokens, special tokens and learned tokens: use --size {least + 1} to {2**24}"
             )
 
 

@@ -110,7 +110,7 @@ class Extended:
         padding = min(self.tokens, self.rows_before) - self.old
         report = [
             f"{self.tokens - self.old:,} new tokens, ids {self.old} to {self.tokens - 1}, "
-            f"{max(0, padding):,} of them in rows that were padding; their rows: {self.init}",
+            f"{max(0, padding):,} of them in former padding rows; initial rows: {self.init}",
             f"{self.rows_before:,} rows before, {self.rows:,} now",
         ]
         if self.before and self.after:
@@ -132,7 +132,9 @@ def extend(config: VocabExtendConfig, progress: bool = True) -> Extended:
     found = open_source(config.model)
     unknown.warn(found.model)
     if found.tokenizer is None:
-        raise ValueError(f"MODEL {found.where} has no tokenizer, so what is new is not known")
+        raise ValueError(
+            f"MODEL {found.where} has no tokenizer, so the new tokens cannot be determined"
+        )
     before = open_vocabulary(str(found.tokenizer), "MODEL")
     old = transformers_tokenizer(before, "MODEL")
     after = open_vocabulary(config.tokenizer, "--tokenizer")
@@ -172,8 +174,8 @@ def check_grown(
     had, has = vocabulary_size(old), vocabulary_size(new)
     if has <= had:
         raise ValueError(
-            f"--tokenizer {config.tokenizer} has {plural(has, 'token')}, and that of MODEL "
-            f"{config.model} {had:,}: give one with more (dolmen vocab merge)"
+            f"--tokenizer {config.tokenizer} has {plural(has, 'token')}, not more than that of "
+            f"MODEL {config.model} ({had:,}): give one that extends it (dolmen vocab merge)"
         )
     ids = new.get_vocab()
     other = [
@@ -182,9 +184,9 @@ def check_grown(
     if other:
         number, token = min(other)
         raise ValueError(
-            f"--tokenizer {config.tokenizer} is not that of MODEL {config.model} with more tokens: "
-            f"{plural(len(other), 'token')} of it have other ids, first {number} "
-            f"({brief(token)}, now {ids.get(token)})"
+            f"--tokenizer {config.tokenizer} does not extend that of MODEL {config.model}: "
+            f"{plural(len(other), 'token')} have other ids, first {number} ({brief(token)}, now "
+            f"{ids.get(token)})"
         )
 
 

@@ -103,13 +103,13 @@ class Merged:
     def lines(self) -> list[str]:
         """Report in lines: tokens added, skipped and left out, and the held-out compression."""
         report = [
-            f"{self.base:,} tokens of the base, as they were; {self.added:,} new, from id "
-            f"{self.base}; {self.size:,} in all"
+            f"{self.base:,} tokens of the base, unchanged; {self.added:,} new, from id "
+            f"{self.base}; {self.size:,} in total"
         ]
         if self.between:
-            report.append(f"of the new, {self.between:,} lead to others, by merges")
-        report.append(f"{plural(self.had, 'token')} of the new vocabulary the base has already")
-        report += [f"left out: {plural(n, 'token')} that {why}" for why, n in self.left_out.items()]
+            report.append(f"{self.between:,} of the new ones are intermediate results of merges")
+        report.append(f"{plural(self.had, 'token')} of the new vocabulary are in the base already")
+        report += [f"skipped: {plural(n, 'token')} that {why}" for why, n in self.left_out.items()]
         if self.before and self.after:
             report += [f"before: {self.before}", f"after:  {self.after}"]
         return report
@@ -131,7 +131,7 @@ def merge(config: VocabMergeConfig, progress: bool = True) -> Merged:
     with bar("finding merges", len(wanted.tokens), progress) as reach:
         grown, files = FORMS[base.form](base, wanted, reach)
     if not grown.tokens:
-        raise ValueError(f"NEW {config.new} has no token that BASE {config.base} has not")
+        raise ValueError(f"NEW {config.new} has no token that is not in BASE {config.base}")
     with writing.replace_when_complete(to) as (part, words):
         write(part, files)
         _copy(base.where, part)
@@ -161,12 +161,12 @@ def wanted_of(base: Vocabulary, new: Vocabulary) -> Wanted:
         elif ours in have:
             found.had += 1
         elif base.form != "bytes" and any(byte < 0x20 for byte in meaning):
-            found.leave_out("hold control characters, which the base has as bytes")
+            found.leave_out("contain control characters, which the base has as bytes")
         elif len(ours) > LONGEST:
             found.leave_out(f"have more than {LONGEST} characters")
         # the base would never see such a token as one
         elif parts(meaning.decode(errors="ignore")) > 1:
-            found.leave_out("cross what the base cuts before it looks for tokens")
+            found.leave_out("cross a boundary of the base's pre-tokenizer")
         else:
             found.tokens[ours] = score
     return found

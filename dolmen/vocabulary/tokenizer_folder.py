@@ -138,8 +138,8 @@ def open_vocabulary(name: str, option: str) -> Vocabulary:
         return Vocabulary(place, "sentencepiece", sentencepiece_model.read(model), content)
     if form is None:
         raise ValueError(
-            f"{option} {name} is neither a model of sentencepiece nor a BPE of `tokenizers`: give "
-            "a folder with a tokenizer.model, or with a tokenizer.json of type BPE"
+            f"{option} {name} is neither a sentencepiece model nor a BPE of `tokenizers`: give a "
+            "folder with a tokenizer.model, or with a tokenizer.json of type BPE"
         )
     return Vocabulary(place, form, None, content)
 

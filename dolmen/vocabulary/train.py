@@ -177,15 +177,15 @@ def train(config: VocabTrainConfig, progress: bool = True) -> Trained:
 def check_size(config: VocabTrainConfig, sample: Sample) -> None:
     """Raises ValueError where the sample is empty, or too small for config.size tokens."""
     if not sample.lines:
-        raise ValueError(f"--data.path {', '.join(config.data.path[:3])}: there is no text in it")
+        raise ValueError(f"--data.path {', '.join(config.data.path[:3])} contains no text")
     # tokens that need no text
     given = BYTES + (1 if config.kind == "byte-bpe" else FRAME)
     # each token that is learned is a run of the text of its own
     if (wanted := config.size - given) > sample.bytes:
         raise ValueError(
-            f"--size is {config.size:,}, and {plural(sample.bytes, 'byte')} of text cannot have "
-            f"{wanted:,} tokens beside single bytes: use --size {given + sample.bytes // 10:,} or "
-            "less, or more text"
+            f"--size is {config.size:,}, and {plural(sample.bytes, 'byte')} of text are too few "
+            f"for {wanted:,} tokens besides single bytes: use --size "
+            f"{given + sample.bytes // 10:,} or less, or more text"
         )
 
 
@@ -235,15 +235,15 @@ def _reason(config: VocabTrainConfig, error: str) -> str:
     # sentencepiece's own message names the possible size
     if found := re.search(r"value <= (\d+)", error):
         return (
-            f"--size is {config.size:,}, and the text has {int(found[1]):,} pieces: use --size "
-            f"{found[1]} or less, or more text"
+            f"--size is {config.size:,}, but the text has only {int(found[1]):,} pieces: use "
+            f"--size {found[1]} or less, or more text"
         )
     if found := re.search(r"required_chars. \d+ vs (\d+)", error):
         return (
-            f"--size is {config.size:,}, and single bytes and characters of the text are "
+            f"--size is {config.size:,}, but single bytes and characters of the text need "
             f"{int(found[1]):,}: use a larger --size"
         )
-    return f"sentencepiece has learned nothing: {error}"
+    return f"sentencepiece failed: {error}"
 
 
 def _train_byte_bpe(config: VocabTrainConfig, sample: Sample, folder: Path) -> None:
@@ -255,8 +255,8 @@ def _train_byte_bpe(config: VocabTrainConfig, sample: Sample, folder: Path) -> N
     found = len(load_tokenizer(str(folder), "--to").get_vocab())
     if found < config.size:
         raise ValueError(
-            f"--size is {config.size:,}, and the text gives {found:,} tokens: use --size {found} "
-            "or less, or more text"
+            f"--size is {config.size:,}, but the text gives only {found:,} tokens: use --size "
+            f"{found} or less, or more text"
         )
 
 

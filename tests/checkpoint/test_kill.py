@@ -1,4 +1,4 @@
-"""kill -9 in the middle of a save: whatever the moment, the newest whole checkpoint is there and
+"""kill -9 in the middle of a save: whatever the moment, the newest complete checkpoint is there and
 loads bitwise.
 
 Two ways: at every single rename, removal, mkdir and open that a save makes in its folder (an audit

@@ -191,7 +191,7 @@ def test_a_failure_of_one_rank_is_everyones(world):
     assert len(set(seen["one rank"])) == 1 and "step 2 was not saved" in seen["one rank"][0]
     assert (
         "No space left on device" in seen["one rank"][0]
-        and "newest whole checkpoint is of step 1" in seen["one rank"][0]
+        and "newest complete checkpoint is that of step 1" in seen["one rank"][0]
     )
     assert seen["nothing left of it"] == ["nothing"] * 4
     assert (seen["steps"], seen["steps after"], seen["partials"]) == ([1], [1, 4], [])

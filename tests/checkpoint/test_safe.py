@@ -80,7 +80,7 @@ def test_tensors_only(saved):
 
 def test_numbers_are_no_tensors(saved):
     edit(saved, lambda m: m.state_dict_metadata.update({"model/v": 3}))
-    with pytest.raises(ValueError, match=r"\['model/v'\] are no tensors"):
+    with pytest.raises(ValueError, match=r"\['model/v'\] are not tensors"):
         open_checkpoint(saved)
 
 

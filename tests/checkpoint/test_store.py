@@ -123,7 +123,7 @@ def test_a_failed_save_harms_nothing(store, tmp_path, monkeypatch):
         store.save(2, tensors(2.0), {})
         with pytest.raises(
             RuntimeError,
-            match="step 2 was not saved.*No space left on device.*newest whole .* is of step 1",
+            match="step 2 was not saved.*No space left on device.*newest complete .* step 1",
         ):
             store.save(3, tensors(3.0), {})
         monkeypatch.undo()
@@ -148,7 +148,7 @@ def test_refuses_what_is_no_json(store):
 
 def test_names_what_does_not_fit(store):
     store.save(1, tensors(1.0), {}, wait=True)
-    with pytest.raises(ValueError, match=r"no checkpoint of step 2, but of steps \[1\]"):
+    with pytest.raises(ValueError, match=r"no checkpoint of step 2, only of steps \[1\]"):
         store.load(2, tensors(0.0))
     more = tensors(0.0) | {f"model/{n}": torch.zeros(1) for n in "pqrs"}
     with pytest.raises(
@@ -158,7 +158,7 @@ def test_names_what_does_not_fit(store):
     fewer = tensors(0.0)
     del fewer["model/b"]
     with pytest.raises(
-        KeyError, match=r"holds 1 tensors that have no place here, e.g. \['model/b'\]"
+        KeyError, match=r"holds 1 tensors that the model does not have, e.g. \['model/b'\]"
     ):
         store.load(1, fewer)
     with pytest.raises(ValueError, match=r"model/b \(7,\) for \(8,\)"):
@@ -245,7 +245,7 @@ def test_what_to_remove_and_what_is_before_it_is_told(tmp_path):
         checkpoints.save(step, tensors(step), {}, wait=True)
     assert checkpoints.newest() == 5
     told = str(checkpoints.damage_error(5, ValueError("no end")))
-    assert told.endswith(f"(no end): remove {checkpoints.path(5)} to go on from step 3")
+    assert told.endswith(f"(no end): remove {checkpoints.path(5)} to resume from step 3")
     assert str(checkpoints.damage_error(3, ValueError())).endswith(
         f"{checkpoints.path(3)} to start again"
     )

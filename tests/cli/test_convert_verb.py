@@ -48,9 +48,9 @@ def test_what_is_said(kept, tmp_path, capsys):
     code, out, err = convert(capsys, kept / "ranks", tmp_path / "hf", "--to", "hf")
     assert code == 0 and out == (
         f"read {kept}/ranks/release, a Megatron checkpoint (Megatron-Core's names, tp 2)\n"
-        f"wrote {tmp_path}/hf: 21 parameters read back, the same to the bit; logits equal\n"
+        f"wrote {tmp_path}/hf: 21 parameters read back, equal bit for bit; logits equal\n"
     )
-    assert err == f"writing {tmp_path}/hf\nreading it back\n"
+    assert err == f"writing {tmp_path}/hf\nreading the result back\n"
 
 
 class Evil:
@@ -102,7 +102,7 @@ BAD = {
         "ranks", lambda f: (f / "config.json").unlink(), (), "give --vocab-size",
     ),
     "one tensor of another dtype": (
-        "hf", mixed, (), "1 of float16 (e.g. layers.0.attn.q.weight): say by --dtype which is",
+        "hf", mixed, (), "1 of float16 (e.g. layers.0.attn.q.weight): choose one with --dtype",
     ),
     "no such format": ("hf", None, ("--to", "nemo"), "--to"),
 }  # fmt: skip

@@ -177,7 +177,7 @@ def test_two_ranks_with_one_gpu_are_refused(machine, joining, tmp_path):
     told = joining(lambda mine: [mine, ("host-b", mine[1]), mine])
 
     assert told.code == 2 and "ranks 0, 2 on " in told.words
-    assert "have one GPU, GPU-0000-0: give each rank its own" in told.words
+    assert "share one GPU, GPU-0000-0: give each rank its own" in told.words
     assert "start 2 ranks, one per GPU; --train.device cpu uses none" in told.words
     assert not (tmp_path / "run").exists()
 

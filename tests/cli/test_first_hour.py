@@ -162,7 +162,7 @@ def test_an_encoder_is_verified_next_as_it_cannot_generate(tmp_path):
         ("--train.dtype torch.float32", "is 'torch.float32': did you mean float32?"),
         (
             "--data.path Org/Name --data.tokenizer bpe:300",
-            "--data.tokenizer bpe:300 trains on local files alone, and Org/Name, which is none "
+            "--data.tokenizer bpe:300 trains on local files only, but Org/Name is not a local file "
             "here, was taken for a hub id: give the path of your files, or",
         ),
     ],

@@ -63,7 +63,7 @@ def test_its_scales_go_to_transformer_engine_and_begin_another_run(whole, materi
     """One product there is several here, which have the largest of each then."""
     out, _ = whole
     result = dolmen("convert", out, tmp_path / "te", "--to", "torch-dist")
-    assert result.code == 0 and "; scales of 14 weights too" in result.out, result.err
+    assert result.code == 0 and "; fp8 scales of 14 weights compared too" in result.out, result.err
     kept, found = tensors(out, 6), open_source(tmp_path / "te").scaling
     assert len(found) == 14
     for module in ("attn.q", "attn.k", "attn.v"), ("mlp.gate", "mlp.up"), ("mlp.down",):

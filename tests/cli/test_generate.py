@@ -152,7 +152,7 @@ def test_messages_are_written_by_the_chat_template(material, chatty, tmp_path):
     (alone,) = answers(chatty, same, tmp_path / "b", *words)
     assert found == {"messages": chat, "k": 1} | {k: v for k, v in alone.items() if k != "prompt"}
     for model, said in (
-        (chatty, "line 2: the chat template cannot write it: no such role"),
+        (chatty, "line 2: the chat template cannot render it: no such role"),
         (material.model, "line 1: the tokenizer has no chat template: give rows with `prompt`"),
     ):
         told = dolmen("generate", model, "--input", rows, "--output", tmp_path / "c")

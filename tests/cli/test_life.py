@@ -161,7 +161,9 @@ def test_the_last_save_is_waited_for(material, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Writer, "finish", failing)
     options = {"checkpoint": {"every": 3}, "log": {"validate_every": 0}}
-    with pytest.raises(RuntimeError, match="step 6 was not saved in .*No space left.*is of step 3"):
+    with pytest.raises(
+        RuntimeError, match="step 6 was not saved in .*No space left.*is that of step 3"
+    ):
         package.train(str(material.file), out=tmp_path / "run", **options)
     assert not (tmp_path / "run" / "summary.json").exists()
 
@@ -239,7 +241,7 @@ def test_a_state_of_nonsense_is_refused_in_one_line(run, case):
     result = dolmen("train", run / "config.yaml", "--out", run, "--resume", "--train.steps", 7)
     assert result.code == 2 and result.err.count("\n") == 1, result
     assert "the newest checkpoint cannot be read" in result.err
-    assert f"remove {run}/checkpoints/step-00000006 to go on from step 3" in result.err
+    assert f"remove {run}/checkpoints/step-00000006 to resume from step 3" in result.err
 
 
 # ---- two runs at once

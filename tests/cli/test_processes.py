@@ -340,7 +340,7 @@ def test_a_rank_that_is_killed_is_named(run):
         and time.monotonic() - began < PATIENCE  # rank 0 sleeps for ten minutes
     )
     assert (
-        complained.endswith(") was ended by SIGKILL (out of memory?); all ranks were stopped\n")
+        complained.endswith(") was killed by SIGKILL (out of memory?); all ranks were stopped\n")
         and complained.count("\n") == 1
     )
 
@@ -566,12 +566,12 @@ def failure(rank: int, code: int, text: str | None = None, when: int = 0):
         ),
         (
             [failure(0, 1, "consequence", 1), failure(1, -9)],
-            "dolmen: rank 1 (pid 101) was ended by SIGKILL (out of memory?); all ranks were "
+            "dolmen: rank 1 (pid 101) was killed by SIGKILL (out of memory?); all ranks were "
             "stopped",
         ),
         (
             [failure(0, -15), failure(1, -11)],
-            "dolmen: rank 1 (pid 101) was ended by SIGSEGV; all ranks were stopped",
+            "dolmen: rank 1 (pid 101) was killed by SIGSEGV; all ranks were stopped",
         ),
         (
             [failure(0, -15), failure(1, 1, "Traceback\nmine")],
@@ -580,7 +580,7 @@ def failure(rank: int, code: int, text: str | None = None, when: int = 0):
         ([failure(0, 2, "dolmen: use less"), failure(1, -15)], "dolmen: use less"),
         (
             [failure(1, 3)],
-            "no traceback was left\ndolmen: rank 1 failed (exit code 3); all ranks were stopped",
+            "no traceback\ndolmen: rank 1 failed (exit code 3); all ranks were stopped",
         ),
     ],
     ids=range(6),

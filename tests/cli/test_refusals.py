@@ -131,8 +131,8 @@ OPTIONS = {
     # tokenizers
     "vocabulary": (
         "--model.vocab-size 200",
-        "the tokenizer has 300 tokens, the model's vocab_size is 200: use --model.vocab-size 300 "
-        "or more",
+        "the tokenizer has 300 tokens, but the model's vocab_size is 200: use --model.vocab-size "
+        "300 or more",
     ),
     "no-tokenizer": ("--data.tokenizer {folder}/docs", "no tokenizer"),
     "no-end": (
@@ -362,7 +362,7 @@ def change(model: Path, how) -> None:
 
 MODELS = {
     missing: "1 tensor is missing, e.g. ['model.layers.0.mlp.up_proj.weight']",
-    extra: "1 tensor has no rule, e.g. ['model.layers.0.mlp.gate.bias']",
+    extra: "1 tensor has no counterpart in the model, e.g. ['model.layers.0.mlp.gate.bias']",
     misshaped: "model.layers.1.mlp.up_proj.weight is (50, 32) in",
     truncated: "model.safetensors: is truncated",
     no_config: "has no config.json",
@@ -382,7 +382,7 @@ def test_init(material, tmp_path, damage):
     )
     assert MODELS[damage] in said and str(model) in said
     if damage is misshaped:
-        assert "config.json makes it (48, 32): check intermediate_size" in said
+        assert "config.json implies (48, 32): check intermediate_size" in said
     for verb in ("verify", "generate"):  # the same from every verb that loads a model
         result = dolmen(verb, model, *(["--prompt", "a"] if verb == "generate" else []))
         assert result.code == 2 and MODELS[damage] in result.words and not result.out
@@ -484,7 +484,7 @@ def test_export(material, tmp_path):
         (["nowhere"], "missing --to (Folder to write"),
         (
             [material.model / "config.json", "--to", tmp_path / "to"],
-            f"{material.model}/config.json is a file: give its folder, {material.model}",
+            f"{material.model}/config.json is a file: give the folder, {material.model}",
         ),
         ([], "missing SOURCE (A run's folder"),
     ):

@@ -84,7 +84,7 @@ COSTS = {
         (["--costs", "half"], "half: it has no weight"),
         (["--costs", "forward"], "forward: has no time of a backward"),
         (["--costs", "other"], "other: "),
-        (["--costs", "length"], "has 3 times, and there are 2 ranks and 2 stages: give one"),
+        (["--costs", "length"], "has 3 times, but there are 2 ranks and 2 stages: give one"),
         (["--costs", "none"], "none: cannot be read"),
         (["--costs", "length", "--send", 1], "--costs and --send both set times"),
         (["--memory", 0.9], "--memory (0.9) must be at least 1: any schedule holds one microbatch"),

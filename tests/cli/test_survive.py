@@ -90,8 +90,8 @@ def test_killed_and_restarted_is_bitwise_never_killed(material, tmp_path, capfd)
         "train", material.file, "--out", wild, "--overwrite", *words, "--max-restarts", 1
     )
     said = capfd.readouterr().out
-    assert result.code == 0 and "was ended by SIGKILL" in result.err, result
-    assert "dolmen: restart 1 of 1, from the newest whole checkpoint" in result.err
+    assert result.code == 0 and "was killed by SIGKILL" in result.err, result
+    assert "dolmen: restart 1 of 1, from the newest complete checkpoint" in result.err
     assert said.count("resuming from step ") == 1 and "resuming from step 24" not in said
     assert (
         losses(wild) == losses(calm)
@@ -125,7 +125,7 @@ def test_restarts_come_to_an_end(tmp_path, monkeypatch, capfd):
     )
     assert (
         (code, begun) == (1, 3)
-        and complained.count("was ended by SIGKILL") == 3
+        and complained.count("was killed by SIGKILL") == 3
         and complained.count("dolmen: restart ") == 2
     )
 
@@ -196,7 +196,7 @@ def test_a_stopped_rank_is_named(material, tmp_path):
     ), complained
     assert (
         "does not answer" in complained
-        and "1 of 2 ranks wait for it" in complained
+        and "1 of 2 ranks are waiting for it" in complained
         and (out / "hang" / "rank-0.txt").stat().st_size
     )
     assert wait(lambda: all(parent(pid) is None for pid in workers.values()))
@@ -434,7 +434,7 @@ def test_a_full_disk_is_told_and_breaks_nothing(material, small):
     newest = max(
         int(p.name[5:]) for p in (small / "run" / "checkpoints").iterdir() if p.name[5:].isdigit()
     )
-    assert f"is of step {newest}: make room" in str(told.value) and "Traceback" not in str(
+    assert f"is that of step {newest}: make room" in str(told.value) and "Traceback" not in str(
         told.value
     )
     assert len(tensors(small / "run", newest)) > 10 and newest < 10

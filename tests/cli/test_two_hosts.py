@@ -221,7 +221,7 @@ def test_hosts_that_differ_are_refused(hosts, material, tmp_path):
         words = " ".join(complained.split())
         assert code != 0 and "exitcode : 2" in words, said
         assert (
-            "the ranks do not agree on what to do; as seen from rank 0 on host-a, rank 2, 3 on "
+            "the ranks do not agree on what to do; compared with rank 0 on host-a, rank 2, 3 on "
             "host-b: optimizer.lr 0.2, here 0.001" in words
         ), said
         assert 'Traceback (most recent call last): File "dolmen' not in words

@@ -281,8 +281,8 @@ def test_what_is_no_model_is_refused_by_every_verb(material, run, tmp_path):
         file.write(b"x")
     (begun / "checkpoints" / "step-00000002.partial").mkdir(parents=True)
     for folder, said in (
-        (damaged, "state.json is damaged: it is not what was saved"),
-        (begun, "begun holds no whole checkpoint: in checkpoints/ is only step-00000002.partial"),
+        (damaged, "state.json is damaged: its content has changed since it was saved"),
+        (begun, "begun has no complete checkpoint: checkpoints/ has only step-00000002.partial"),
         (material.docs, "docs is neither a Megatron checkpoint (latest_chec"),
     ):
         for words in (

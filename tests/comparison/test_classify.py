@@ -137,7 +137,7 @@ def test_angles_and_positions():
     [
         (W.half().float(), W, "A holds B's numbers, rounded to float16"),
         (W, W.bfloat16().float(), "B holds A's numbers, rounded to bfloat16"),
-        (W.sin(), W, "other numbers, that no change known here makes of B's"),
+        (W.sin(), W, "other values, which no known fault explains"),
     ],
 )
 def test_of_weights_it_is_no_function_that_differs(a, b, said):

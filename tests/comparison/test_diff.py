@@ -80,7 +80,7 @@ def test_a_fault_of_a_layout_is_named_with_its_axis(row, result):
     (fault,) = (f for f in FAULTS if f.name == row.name)
     found = result(row)
     named(fault, found)
-    assert found.parting.fault.axis == "tp" and found.parting.ranks == "ranks 0, 1 of A"
+    assert found.first.fault.axis == "tp" and found.first.ranks == "ranks 0, 1 of A"
     assert "axis        tp" in str(found)
 
 
@@ -100,7 +100,7 @@ def test_both_sides_are_seen_inside(model):
     """A tensor that a hook no longer finds is not missed in silence."""
     fault = Fault("nothing", "", "", model)
     found = diff_faults.report(fault, diff_faults.recorded(fault))
-    assert found.ok and str(found).startswith("the same: "), str(found)
+    assert found.ok and str(found).startswith("no difference: "), str(found)
     assert all(row.difference < row.allowed / 2 for row in found.rows if row.stage != "weights")
     inside = {row.name.removeprefix("layers.1.") for row in found.rows if row.stage == "forward"}
     expected = set(INSIDE.split())
@@ -139,7 +139,7 @@ def test_what_is_no_number_is_a_difference():
         weights=diff_faults.to("layers.1.mlp.up.weight", lambda w: w * float("nan")),
     )
     found = diff_faults.report(fault, diff_faults.recorded(fault))
-    assert not found.ok and found.parting.fault.kind == "not finite"
+    assert not found.ok and found.first.fault.kind == "not finite"
     assert found.as_dict()["first"]["difference"] is None  # JSON has no NaN
 
 
@@ -166,13 +166,13 @@ def spoiled(folder: Path, tmp_path: Path) -> Path:
 def test_the_command(folder, tmp_path, capsys):
     """Exit code 0 where two are the same, and 1 where they part: in words, and as JSON."""
     assert main(["diff", str(folder), "transformers", "--length", "8", "--device", "cpu"]) == 0
-    assert "the same: " in capsys.readouterr().out
+    assert "no difference: " in capsys.readouterr().out
     bad, file = str(spoiled(folder, tmp_path)), tmp_path / "out.json"
     words = ["--until", "forward", "--length", "8", "--device", "cpu", "--json", str(file)]
     assert main(["diff", bad, str(folder), *words]) == 1
     told = capsys.readouterr().out
-    assert "first to part: layers.0.attn_norm" in told and "a scale by row" in told
-    assert "rms_norm_eps is 0.001 in A" in told and "PARTS" in told
+    assert "first difference: layers.0.attn_norm" in told and "a scale by row" in told
+    assert "rms_norm_eps is 0.001 in A" in told and "FIRST" in told
     written = json.loads(file.read_text())
     assert written["first"]["name"] == "layers.0.attn_norm" and not written["ok"]
     assert {row["stage"] for row in written["rows"]} == {"weights", "forward", "numbers"}
@@ -224,18 +224,18 @@ def test_an_encoder_is_seen_inside(pairs, tmp_path, capsys):
     model.save_pretrained(tmp_path / "wrong")
     words = ["--length", "8", "--device", "cpu"]
     assert main(["diff", str(tmp_path / "right"), "transformers", *words]) == 0
-    assert "the same: " in capsys.readouterr().out
+    assert "no difference: " in capsys.readouterr().out
     right = f"transformers:{tmp_path / 'right'}"
     assert main(["diff", str(tmp_path / "wrong"), right, *words]) == 1
     told = capsys.readouterr().out
-    assert "first to part: weights of layers.1.attn.q.weight" in told
+    assert "first difference: weights of layers.1.attn.q.weight" in told
 
 
 @pytest.mark.slow
 def test_verify_names_the_first_tensor_too(folder, tmp_path, capsys):
     bad = str(spoiled(folder, tmp_path))
     assert main(["verify", bad, "--against", str(folder), "--length", "8", "--device", "cpu"]) == 1
-    assert "first to part: layers.0.attn_norm" in capsys.readouterr().out
+    assert "first difference: layers.0.attn_norm" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -134,12 +134,12 @@ def test_only_some_parameters(tmp_path):
         (
             lambda t: t.update(surprise=torch.zeros(1)),
             KeyError,
-            "1 tensor has no rule, e.g. .'surprise'",
+            "1 tensor has no counterpart in the model, e.g. .'surprise'",
         ),
         (
             lambda t: t.update({K.replace("weight", "bias"): torch.zeros(16)}),
             KeyError,
-            "no rule.*k_proj.bias",
+            "no counterpart.*k_proj.bias",
         ),
         (
             lambda t: t.pop("model.norm.weight"),

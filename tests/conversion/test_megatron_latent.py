@@ -75,7 +75,7 @@ def test_logits_are_those_of_transformers(case, models, tmp_path):
     model.save_pretrained(tmp_path / "hf")
     spec = "te" if how.names is TE else "local"
     told = run(tmp_path / "hf", tmp_path / "out", "megatron-core", tp=how.tp, pp=how.pp, spec=spec)
-    assert told.endswith("parameters read back, the same to the bit; logits equal")
+    assert told.endswith("parameters read back, equal bit for bit; logits equal")
     for rank in (folder / "release").iterdir():
         theirs = torch.load(rank / "model_optim_rng.pt", weights_only=False)
         ours = torch.load(
@@ -98,17 +98,20 @@ def test_the_logits_see_a_swap(fault, models, tmp_path):
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ({"mscale_all_dim": 0.0}, "mscale is 0.9, mscale_all_dim 0.0: older versions .* by the on"),
+        (
+            {"mscale_all_dim": 0.0},
+            "mscale is 0.9, mscale_all_dim 0.0: older versions .* by the first",
+        ),
         ({"mscale": None}, "mscale is None, mscale_all_dim 0.9: older versions"),
         (
             {"original_max_position_embeddings": None},
-            r"original_max_position_embeddings is not given: .*embeddings \(64\), others 4096",
+            r"original_max_position_embeddings is missing: .*embeddings \(64\), others 4096",
         ),
-        ({"rope_type": "rope"}, "rotary_scaling_factor is 4.0 and mscale 0.9 under rope_type rope"),
-        ({"rotary_scaling_factor": 0.5}, "rotary_scaling_factor is 0.5: dolmen knows none under 1"),
+        ({"rope_type": "rope"}, "rotary_scaling_factor is 4.0 and mscale 0.9 with rope_type rope"),
+        ({"rotary_scaling_factor": 0.5}, "rotary_scaling_factor is 0.5: it must be at least 1"),
         ({"qk_layernorm": False}, "multi_latent_attention without qk_layernorm"),
-        ({"rotary_interleaved": True}, "rotary_interleaved is True under multi_latent_attention"),
-        ({"rotary_percent": 0.5}, "rotary_percent is 0.5 under multi_latent_attention"),
+        ({"rotary_interleaved": True}, "rotary_interleaved is True with multi_latent_attention"),
+        ({"rotary_percent": 0.5}, "rotary_percent is 0.5 with multi_latent_attention"),
         ({"mla_down_proj_fusion": True}, "mla_down_proj_fusion is True"),
     ],
 )
@@ -150,7 +153,12 @@ def test_torch_dist(models, tmp_path):
 @pytest.mark.parametrize(
     ("changed", "to", "options", "said"),
     [
-        ({"first_k_dense_replace": 2}, "megatron", {}, "own classes cannot compute attention"),
+        (
+            {"first_k_dense_replace": 2},
+            "megatron",
+            {},
+            "before Megatron-Core cannot compute attention",
+        ),
         (
             {"rope_parameters": YARN | {"mscale": 0.7}},
             "megatron-core",
@@ -158,7 +166,12 @@ def test_torch_dist(models, tmp_path):
             "cannot compute rope_scaling.attention_factor",
         ),
         ({"rms_norm_eps": 0.1}, "megatron-core", {}, "cannot compute attention.norm.eps = 1e-06"),
-        ({}, "megatron-core", {"tp": 2, "spec": "local"}, "has 15 rows, which --tp 2 does not"),
+        (
+            {},
+            "megatron-core",
+            {"tp": 2, "spec": "local"},
+            "has 15 rows, which are not divisible by --tp 2",
+        ),
     ],
 )
 def test_what_megatron_does_not_compute(changed, to, options, said, tmp_path):

@@ -205,7 +205,7 @@ def rewrite(file, change):
                 it / "mp_rank_00_003/model_optim_rng.pt",
                 lambda v: [v["model"].pop(n) for n in list(v["model"]) if "linear_fc2.weight" in n],
             ),
-            r"mlp.experts.linear_fc2.weight0 .* of all; the model makes it .4, 32, 40",
+            r"mlp.experts.linear_fc2.weight0 .* together, but the model expects .4, 32, 40",
         ),
     ],
 )
@@ -247,27 +247,27 @@ class Evil:
         ),
         (
             lambda it: rewrite(it / FIRST, lambda v: setattr(v["args"], "squared_relu", True)),
-            "squared_relu is True: of Megatron's models dolmen computes those with False",
+            "squared_relu is True: in a Megatron checkpoint it must be False",
         ),
         (
             lambda it: rewrite(it / FIRST, lambda v: setattr(v["args"], "num_layers", "4")),
             "model_optim_rng.pt, args: num_layers",
         ),
-        (lambda it: rewrite(it / LAST, lambda v: v.pop("args")), "holds no `args`"),
-        (lambda it: rewrite(it / LAST, lambda v: v.pop("model")), "holds no `model`"),
+        (lambda it: rewrite(it / LAST, lambda v: v.pop("args")), "has no `args`"),
+        (lambda it: rewrite(it / LAST, lambda v: v.pop("model")), "has no `model`"),
         (
             lambda it: rewrite(it / LAST, lambda v: v.update(iteration=13)),
-            r"ranks are of several iterations, \['12', '13'\]",
+            r"ranks are from different iterations, \['12', '13'\]",
         ),
         (
             lambda it: rewrite(
                 it / LAST, lambda v: v["model"].pop("decoder.layers.0.mlp.linear_fc1.weight")
             ),
-            "decoder.layers.0.mlp.linear_fc1.weight is not alike on all 2 ranks of tp",
+            "decoder.layers.0.mlp.linear_fc1.weight has different shapes on the 2 tp ranks",
         ),
         (
             lambda it: rewrite(it / LAST, lambda v: v["model"].update(surprise=torch.ones(2))),
-            r"1 tensor has no rule, e.g. \['surprise'\]",
+            r"1 tensor has no counterpart in the model, e.g. \['surprise'\]",
         ),
         (
             lambda it: rewrite(it / LAST, lambda v: v["model"]["output_layer.weight"].add_(1)),
@@ -275,11 +275,11 @@ class Evil:
         ),
         (
             lambda it: (it.parent / "latest_checkpointed_iteration.txt").write_text("13"),
-            "says 13, and there is no folder iter_0000013",
+            "contains 13, but there is no folder iter_0000013",
         ),
         (
             lambda it: (it.parent / "latest_checkpointed_iteration.txt").write_text("../x"),
-            "says '../x', which is no number and not release",
+            "contains '../x': it must be a step number or release",
         ),
     ],
 )
@@ -291,19 +291,21 @@ def test_what_is_not_whole_is_refused(folder, damage, said):
 
 def test_how_many_tokens_there_are(folder, tmp_path):
     """Is asked for, or read of what lies beside; never taken from rows that may be padding."""
-    with pytest.raises(ValueError, match="has 256 rows .* padding among them.*give --vocab-size"):
+    with pytest.raises(ValueError, match="has 256 .* rows, padding included.*give --vocab-size"):
         open_source(folder)
-    with pytest.raises(ValueError, match="has 256 rows of a vocabulary, fewer than 300 tokens"):
+    with pytest.raises(ValueError, match="has 256 embedding rows, fewer than 300 tokens"):
         open_source(folder, vocab_size=300)
     source = open_source(folder, vocab_size=VOCABULARY)
     assert source.read("embed.weight").shape == (VOCABULARY, 32)
     assert source.model.dtype == "float32"
     transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True).save_pretrained(folder)
     assert open_source(folder).spec == open_source(folder / "iter_0000012").spec == source.spec
-    with pytest.raises(ValueError, match="--vocab-size is 62, vocab_size 61 in .*config.json"):
+    with pytest.raises(
+        ValueError, match="--vocab-size is 62, but vocab_size is 61 in .*config.json"
+    ):
         open_source(folder, vocab_size=62)
     transformers.LlamaConfig(**LLAMA | {"rms_norm_eps": 1e-6}).save_pretrained(folder)
-    with pytest.warns(UserWarning, match="config.json is taken: norm.eps = 1e-06, args"):
+    with pytest.warns(UserWarning, match="config.json is used: norm.eps = 1e-06, in args"):
         open_source(folder)
 
 
@@ -326,7 +328,7 @@ def test_a_namespace_alone_is_taken(tmp_path):
     where = tmp_path / "iter_0000001/mp_rank_00"
     where.mkdir(parents=True)
     torch.save({"args": {"num_layers": 1}, "model": {}}, where / "model_optim_rng.pt")
-    with pytest.raises(ValueError, match="holds no `args`"):
+    with pytest.raises(ValueError, match="has no `args`"):
         open_source(tmp_path / "iter_0000001", vocab_size=5)
     torch.save({"args": argparse.Namespace(), "model": {}}, where / "model_optim_rng.pt")
     with pytest.raises(ValueError, match="num_layers"):

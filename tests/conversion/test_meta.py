@@ -98,7 +98,7 @@ def test_scaled_rope(tmp_path, monkeypatch):
     monkeypatch.setattr("test_megatron_read.TOKENS", TOKENS % 60)
     scaled = built(transformers.LlamaConfig(**LLAMA | {"vocab_size": 60}, rope_parameters=SCALED))
     said = dict(rope_theta=500000.0, use_scaled_rope=True)
-    with pytest.warns(UserWarning, match="scales rope and does not say by what: 8 is taken"):
+    with pytest.warns(UserWarning, match="has use_scaled_rope without a factor: 8 is used"):
         folder = lay(tmp_path / "m", scaled, 1, True, **said)
         assert difference(folder, expected(scaled), None) < 2e-5
     source = open_source(lay(tmp_path / "n", scaled, rope_scaling_factor=32, **said))
@@ -117,7 +117,7 @@ def edited(file, change):
         (lambda f: (f / "consolidated.00.pth").unlink(), "no consolidated.00.pth, but .*01.pth"),
         (
             lambda f: (f / "consolidated.01.pth").unlink(),
-            "wq.weight is .* of 1 rank; params.json makes it",
+            "wq.weight is .* of 1 rank; params.json implies",
         ),
         (lambda f: (f / "params.json").unlink(), "has no params.json"),
         (
@@ -126,7 +126,7 @@ def edited(file, change):
         ),
         (
             lambda f: edited(f / "consolidated.01.pth", lambda t: t.update(x=torch.ones(1))),
-            r"rank 1: 1 tensor is in the file or in params.json's model alone, e.g. \['x'\]",
+            r"rank 1: 1 tensor is in only one of the file and the model of params.json.*'x'",
         ),
         (
             lambda f: torch.save({"x": Evil()}, f / "consolidated.01.pth"),
@@ -136,7 +136,7 @@ def edited(file, change):
             lambda f: (f / "params.json").write_text(
                 json.dumps(dict(dim=32, n_layers=4, n_heads=4, norm_eps=1e-3, moe={"n": 8}))
             ),
-            'moe is {"n": 8}, which dolmen does not read',
+            'moe is {"n": 8}, which is not supported',
         ),
     ],
 )

@@ -153,8 +153,10 @@ def test_they_come_along_to_the_bit(laid, tmp_path, recwarn):
     _, made = laid
     folder = laid_in(tmp_path / "a", made, tp=1)
     told = run(folder, tmp_path / "b", "torch-dist")
-    assert told.endswith("logits equal; AdamW's moments of 7 updates and fp32 masters too")
-    assert not [one for one in recwarn if "left behind" in str(one.message)]
+    assert told.endswith(
+        "logits equal; AdamW moments after 7 updates and fp32 masters compared too"
+    )
+    assert not [one for one in recwarn if "not converted" in str(one.message)]
     ours = whole(tmp_path / "b" / "iter_0000012")
     theirs = whole(folder / "iter_0000012")
     assert ours.keys() == theirs.keys() and f"{STATE}exp_avg.{NORM}" in ours
@@ -178,7 +180,7 @@ def test_other_formats_say_that_they_stay_behind(format, laid, tmp_path):
     """In float32 the masters are what is written."""
     where, made = laid
     folder = laid_in(tmp_path / "a", made)
-    with pytest.warns(UserWarning, match=f"state is left behind: --to {format} has no place"):
+    with pytest.warns(UserWarning, match=f"state is not converted: --to {format} cannot"):
         run(folder, tmp_path / "b", format, dtype="float32")
     assert same(open_source(tmp_path / "b"), where / "param")
 
@@ -192,7 +194,7 @@ def test_what_is_written_otherwise_is_seen(laid, tmp_path, monkeypatch):
         honest(self, files, prefix, tensor + 1 if "exp_avg_sq" in prefix else tensor)
 
     monkeypatch.setattr(dist_export.StackPlace, "write", write)
-    with pytest.raises(convert.Unlike, match="exp_avg_sq of .* reads back otherwise"):
+    with pytest.raises(convert.Unlike, match="exp_avg_sq of .* has changed in"):
         run(folder, tmp_path / "b", "torch-dist")
 
     def half(self, files, prefix, tensor):
@@ -224,13 +226,17 @@ def step(*steps):
 
 BUCKET = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_x.bucket_idx_0.exp_avg."
 REFUSALS = {
-    "buckets": (GROUPS, renamed(f"{STATE}exp_avg.{NORM}", f"{BUCKET}{NORM}"), "without regard to"),
+    "buckets": (
+        GROUPS,
+        renamed(f"{STATE}exp_avg.{NORM}", f"{BUCKET}{NORM}"),
+        "across parameter boundaries",
+    ),
     "one kind": (GROUPS, renamed(f"{STATE}exp_avg.", "rng_state."), "has no exp_avg of its opt"),
     "a hole": (GROUPS, renamed(f"{STATE}exp_avg.{NORM}", "rng_state.x"), "1 tensor is missing"),
     "of nothing": (GROUPS, renamed(f"{STATE}exp_avg.{NORM}", f"{STATE}exp_avg.x"), "x is not ther"),
-    "steps": (step(7, 8), None, r"parameters have had \[7, 8\] updates, not all the same"),
-    "no count": (step(7.5), None, "the optimizer's step is 7.5, which is no count"),
-    "text": (step("7"), None, "the optimizer's step is '7', which is no count"),
+    "steps": (step(7, 8), None, r"parameters have different update counts: \[7, 8\]"),
+    "no count": (step(7.5), None, "the optimizer's step is 7.5, which is not a whole number"),
+    "text": (step("7"), None, "the optimizer's step is '7', which is not a whole number"),
 }
 
 
@@ -246,7 +252,7 @@ def test_what_is_not_read_is_told_and_weights_are_read(case, laid, tmp_path):
     with pytest.raises((ValueError, KeyError), match=why) as error:
         _ = source.moments
     assert "\n" not in str(error.value)
-    with pytest.warns(UserWarning, match="the optimizer's state is left behind: .*" + why):
+    with pytest.warns(UserWarning, match="the optimizer state is not converted: .*" + why):
         assert convert._optimizer_state(source, "torch-dist") is None
 
 
@@ -364,7 +370,7 @@ def test_moments_that_cannot_begin_a_run_are_refused(laid, tmp_path):
     other = laid_in(tmp_path / "b", made, step(7, 8))
     (other / "config.json").write_text(json.dumps(run.model.config))
     unlike = replace(run, init=str(other))
-    with pytest.raises(ValueError, match=r"from-init: .*\[7, 8\] updates.*; leave it out"):
+    with pytest.raises(ValueError, match=r"from-init: .*update counts: \[7, 8\]; leave it out"):
         check_moments(resolve(unlike, 1))
     with pytest.raises(ValueError, match="from-init takes moments of AdamW, and .* is muon"):
         OptimizerConfig(name="muon", from_init=True)

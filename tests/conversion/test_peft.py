@@ -206,7 +206,7 @@ def test_peft_reads_what_a_run_has_learned(material, tmp_path):
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "abc!"
     assert tokenizer("abc") == transformers.AutoTokenizer.from_pretrained(material.model)("abc")
     assert open_source(tmp_path / "peft").tokenizer == tmp_path / "peft"
-    assert f"trained beside {material.model}\n" in result.out
+    assert f"trained on {material.model}\n" in result.out
     said = json.loads((tmp_path / "peft" / folders.CONFIG).read_text())
     assert (
         said["use_rslora"]
@@ -245,7 +245,7 @@ def test_an_export_says_that_the_base_was_rounded(material, tmp_path):
     asked += ["--train.steps", 1, "--train.sequence-length", 16, "--train.global-batch-size", 4]
     result = dolmen(*asked, "--adapter.rank", 2, "--adapter.frozen", "int8")
     assert result.code == 0, result.err
-    with pytest.warns(UserWarning, match=r"beside .*/model rounded to int8 \(--adapter.frozen\)"):
+    with pytest.warns(UserWarning, match=r"on .*/model rounded to int8 \(--adapter.frozen\)"):
         result = dolmen("export", tmp_path / "run", "--to", tmp_path / "peft", "--adapters")
     assert result.code == 0
 
@@ -298,10 +298,13 @@ def test_what_is_said_of_modules_and_not_understood_is_refused(tmp_path, monkeyp
     monkeypatch.setattr(peft_config, "SECONDS", 1)
     for asked, said in (
         (dict(target_modules=None), "target_modules is null"),
-        (dict(target_modules="(q_proj"), r"target_modules is no regular .*unterminated.*\(q_proj"),
-        (dict(target_modules="(" * 4000), "target_modules is no regular"),
+        (
+            dict(target_modules="(q_proj"),
+            r"target_modules is not a regular .*unterminated.*\(q_proj",
+        ),
+        (dict(target_modules="(" * 4000), "target_modules is not a regular"),
         (dict(target_modules=r"([a-z0-9_.]+)+!"), "target_modules is .* takes over 1 s, or 1 GiB"),
-        (dict(target_modules=ALL, exclude_modules="(a"), "exclude_modules is no regular"),
+        (dict(target_modules=ALL, exclude_modules="(a"), "exclude_modules is not a regular"),
         (
             dict(target_modules=".*", layers_to_transform=[0]),
             "beside a target_modules that is text",
@@ -329,11 +332,11 @@ def test_what_is_no_lora_of_the_model_is_refused(tmp_path):
     model = open_source(tmp_path / "first/base").model
     for number, (fields, said) in enumerate(
         [
-            (dict(peft_type="IA3"), "is of IA3"),
-            (dict(use_dora=True), "lora_magnitude is absent"),
+            (dict(peft_type="IA3"), "has peft_type IA3"),
+            (dict(use_dora=True), "lora_magnitude is missing"),
             (dict(modules_to_save=["lm_head"]), "has modules_to_save"),
             (dict(rank_pattern={"q_proj": 2}), "has rank_pattern"),
-            (dict(bias="all"), "trains biases"),
+            (dict(bias="all"), "has bias all"),
             (dict(r=5), "rank 5 beside"),
             (dict(r=0), "r is 0"),
             (dict(lora_alpha="x"), "lora_alpha"),
@@ -387,7 +390,7 @@ def test_what_is_no_lora_of_the_model_is_refused(tmp_path):
         parts = {"lora_A": torch.zeros(4, 32), "lora_B": torch.zeros(rows, 4)}
         parts = {f"{folders.PREFIX}{module}.{kind}.weight": one for kind, one in parts.items()}
         save_file(parts, tmp_path / "norm/adapter" / folders.WEIGHTS)
-        said = rf"beside {module} of \[{rows}.*\], which is no linear layer: .*\.q_proj\.lora_A"
+        said = rf"for {module} of shape \[{rows}.*\], which is not a linear layer: .*\.q_proj\.lora_A"
         with pytest.raises(Refused, match=said):
             folders.read(tmp_path / "norm/adapter", model)
     change(tmp_path / "first", base_model_name_or_path=None)

@@ -98,7 +98,7 @@ class Evil(Enum):
     "state, said",
     [
         ({"scale_fwd": torch.ones(3)}, "have the shapes None, (3,), None, None"),
-        ({**theirs(1), "scale_bwd": torch.ones(3)}, "which are not those of 1 products"),
+        ({**theirs(1), "scale_bwd": torch.ones(3)}, "which do not match 1 matrix products"),
         ({**theirs(1), "recipe": Evil.ONE}, "which dolmen does not take from a pickle"),
         ([theirs(1)], "no mapping"),
     ],

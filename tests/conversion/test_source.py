@@ -195,12 +195,12 @@ def test_what_is_none_is_told_with_what_is_there(tmp_path):
         ),
         (["a.txt", "b"], "it holds a.txt, b$"),
         ([*"abcdef"], "it holds a, b, c, d, e ...$"),
-        (["checkpoints/"], "none holds no whole checkpoint: nothing is saved yet"),
+        (["checkpoints/"], "none has no complete checkpoint: nothing is saved yet"),
         (
             ["checkpoints/step-00000002.partial/"],
-            "holds no whole checkpoint: in checkpoints/ is only step-00000002.partial",
+            "has no complete checkpoint: checkpoints/ has only step-00000002.partial",
         ),
-        (["step-00000002.damaged/"], "holds no whole checkpoint: give a run's folder"),
+        (["step-00000002.damaged/"], "has no complete checkpoint: give a run's folder"),
         (["model.safetensors"], "none has no config.json"),
     ):
         none.mkdir()
@@ -262,7 +262,11 @@ def test_a_checkpoint_that_says_an_impossible_model(run):
     ("change", "error", "said"),
     [
         ({"vocab_size": 70}, ValueError, r"embed.* \(61, 32\) .* \(70, 32\) \(vocab_size is 61"),
-        ({"tie": False}, KeyError, r"tie_word_embeddings is True there, False here.*head"),
+        (
+            {"tie": False},
+            KeyError,
+            r"tie_word_embeddings is True in the checkpoint, False here.*head",
+        ),
     ],
 )
 def test_weights_of_another_model(kept, change, error, said):
@@ -274,9 +278,7 @@ def test_weights_of_another_model(kept, change, error, said):
 
 def test_weights_that_another_model_has_no_place_for(tmp_path):
     run = save(tmp_path / "run", MODELS["qwen3_moe"])
-    with pytest.raises(
-        KeyError, match="True here.*1 parameter is in one .* alone, .*'head.weight'"
-    ):
+    with pytest.raises(KeyError, match="True here.*1 parameter is in only one .*'head.weight'"):
         _ = open_source(run, edit(MODELS["qwen3_moe"], tie=True)).specs
 
 

@@ -142,7 +142,7 @@ def test_states_are_those_of_our_weights(case, tmp_path):
     source = tmp_path / "laid"
     for to, options in (("torch-dist", {}), ("megatron-core", ranks)):
         asked = ConvertConfig(str(source), str(tmp_path / to), to, vocab_size=VOCABULARY, **options)
-        assert convert.convert(asked).endswith(f"; scales of {len(want)} weights too")
+        assert convert.convert(asked).endswith(f"; fp8 scales of {len(want)} weights compared too")
         source = tmp_path / to
         equal(open_source(source).scaling, want)
 
@@ -194,7 +194,7 @@ def test_a_run_begins_with_them(laid, history):
 def test_what_has_no_place_for_them_says_so(laid, tmp_path):
     for to, options in (("hf", {}), ("megatron", {}), ("megatron-core", {"spec": "local"})):
         asked = ConvertConfig(str(laid), str(tmp_path / f"{to}{len(options)}"), to, **options)
-        with pytest.warns(UserWarning, match="scales of delayed scaling are left behind: --to"):
+        with pytest.warns(UserWarning, match="scales of delayed scaling are not converted: --to"):
             convert.convert(asked)
 
 
@@ -228,8 +228,8 @@ def wrong(name: str):
         ("a scale of 0", "scale_fwd is not positive and finite"),
         ("a scale that is none", "scale_bwd is not positive and finite"),
         ("two products", "holds states of 2 products"),
-        ("numbers", "holds an _extra_state that is no bytes"),
-        ("a list", "holds an _extra_state that is no bytes"),
+        ("numbers", "has an _extra_state that is not bytes"),
+        ("a list", "has an _extra_state that is not bytes"),
     ],
 )
 def test_what_is_no_state_is_refused(laid, tmp_path, name, said, capsys):

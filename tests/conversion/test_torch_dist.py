@@ -332,19 +332,19 @@ NORM, HEAD = "decoder.final_layernorm.weight", "output_layer.weight"
         (lambda f: (f / ".metadata").unlink(), r"\.metadata: cannot be read"),
         (
             lambda f: (f / "__0_0.distcp").write_bytes(b""),
-            r"__0_0.distcp: is cut short: 0 bytes, \.m",
+            r"__0_0.distcp: is truncated: 0 bytes, but \.m",
         ),
         (lambda f: (f / "__0_0.distcp").unlink(), "__0_0.distcp: cannot be read"),
         (
             lambda f: (f / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
-            "metadata.json: says zarr: of Megatron's, torch_dist is read",
+            "metadata.json: has the backend zarr: only torch_dist is supported",
         ),
         (
             described(lambda m: m.state_dict_metadata.update(evil=Evil())),
             "it names builtins.print, which dolmen does not take from a pickle",
         ),
         (place(NORM, relative_path="../x.distcp"), "it names ../x.distcp, a file outside"),
-        (place(NORM, offset=-1), "the place of decoder.final_layernorm.weight is no position"),
+        (place(NORM, offset=-1), "the place of decoder.final_layernorm.weight is not a position"),
         (place(NORM, length=4), "has no room for 128 bytes"),
         (place(NORM, offset=0), "is not read|holds no torch.float32 of"),
         (moved(HEAD), "chunks of output_layer.weight overlap"),
@@ -357,7 +357,7 @@ NORM, HEAD = "decoder.final_layernorm.weight", "output_layer.weight"
             described(lambda m: setattr(m.state_dict_metadata[NORM], "size", torch.Size([64]))),
             "the chunks of decoder.final_layernorm.weight do not add up to it",
         ),
-        (lambda f: torch.save({"args": {}}, f / "common.pt"), "common.pt: holds no `args`"),
+        (lambda f: torch.save({"args": {}}, f / "common.pt"), "common.pt: has no `args`"),
         (lambda f: torch.save({"args": Evil()}, f / "common.pt"), "it names __builtin__.print"),
     ],
 )
@@ -371,7 +371,7 @@ def test_what_does_not_fit_is_refused(folder, damage, said):
 @pytest.mark.parametrize("damage", [lambda f: f.unlink(), lambda f: f.write_bytes(bytes(99))])
 def test_a_file_that_is_not_whole_is_refused_before_a_tensor_is_read(folder, damage):
     damage(folder / "__0_0.distcp")
-    with pytest.raises(ValueError, match="__0_0.distcp: (cannot be read|is cut short: 99 bytes)"):
+    with pytest.raises(ValueError, match="__0_0.distcp: (cannot be read|is truncated: 99 bytes)"):
         open_source(folder, vocab_size=VOCABULARY)
 
 
@@ -433,7 +433,7 @@ def test_what_is_written_is_what_is_laid_by_hand(name, models, tmp_path):
     model, logits = models[name]
     model.save_pretrained(tmp_path / "hf")
     told = convert.convert(ConvertConfig(str(tmp_path / "hf"), str(tmp_path / "d"), "torch-dist"))
-    assert "the same to the bit; logits equal" in told
+    assert "equal bit for bit; logits equal" in told
     written = tmp_path / "d" / "release"
     laid = lay(tmp_path / "laid", parts(model), tp=1) / "iter_0000012"
     ours, theirs = whole(written), whole(laid)
@@ -469,7 +469,7 @@ def test_experts_are_written_by_layer(tmp_path):
 
 
 def test_torch_dist_has_no_ranks():
-    with pytest.raises(ValueError, match="--tp is 2, but --to torch-dist has no ranks"):
+    with pytest.raises(ValueError, match="--tp is 2, but --to torch-dist is not split over ranks"):
         ConvertConfig("a", "b", "torch-dist", tp=2)
 
 

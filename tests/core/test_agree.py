@@ -34,7 +34,7 @@ def test_ranks_that_differ_alike_are_told_together(world):
             ("c", {"lr": 1, "code x.py": "f00"}),
         )
     lines = [line.strip() for line in str(told.value).splitlines()]
-    assert lines[0] == "the ranks do not agree on what to do; as seen from rank 0 on a,"
+    assert lines[0] == "the ranks do not agree on what to do; compared with rank 0 on a,"
     assert lines[1:3] == [
         "rank 2, 3 on b: lr 2, here 1",
         "rank 4 on c: code x.py f00, here absent",

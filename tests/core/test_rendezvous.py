@@ -32,5 +32,5 @@ def test_names_of_the_dead_are_not_taken_for_the_living():
 
 
 def test_who_does_not_come_is_named():
-    with pytest.raises(TimeoutError, match=r"1 of 2 ranks have not come, e.g. \[1\]"):
+    with pytest.raises(TimeoutError, match=r"1 of 2 ranks have not joined, e.g. \[1\]"):
         meet(dist.HashStore(), 0, 2, 0.1)

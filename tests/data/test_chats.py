@@ -90,7 +90,7 @@ def test_forms_are_told_apart_by_their_fields():
 @pytest.mark.parametrize(
     "row, told",
     [
-        ({"text": "x", "label": 1}, "no chat but keys text, label"),
+        ({"text": "x", "label": 1}, "not a chat, its keys are text, label"),
         ({"instruction": "x"}, "has no output"),
         ({"messages": []}, "messages has 0 entries"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "content is a list"),
@@ -213,7 +213,7 @@ def test_best_fit_decreasing():
         assert all(sum(lengths[i] for i in row) <= room for row in found)
         assert len(found) == len(rows)
     assert pack([3, 5, 2, 4, 1], 5) == [[1], [3, 4], [0, 2]]
-    with pytest.raises(ValueError, match="6, over the room of 5"):
+    with pytest.raises(ValueError, match="6\) does not fit into 5"):
         pack([6], 5)
 
 
@@ -232,7 +232,7 @@ def test_two_by_two():
     assert max(filled) <= 512
     alone = len(pack(lengths.ravel().tolist(), 512))
     assert lengths.sum() / (512 * len(rows)) > 0.85 and len(rows) < 1.15 * alone
-    with pytest.raises(ValueError, match="a length is 600, over the room of 512"):
+    with pytest.raises(ValueError, match="item \(600\) does not fit into 512"):
         pack_pairs(np.array([[3, 600]]), 512)
 
 
@@ -333,9 +333,7 @@ def test_weights_of_chats(of_chats, tmp_path, tokenizer):
         found[text.split()[0]] = weight
         assert not batch.weights[row, ~real].any()
     assert found == {f"<user>{i}": i / 8 for i in range(1, 9)}
-    assert "left out: 1 chat in which no token would be trained" in " ".join(
-        loader.description.changes
-    )
+    assert "skipped: 1 chat without a trained token" in " ".join(loader.description.changes)
 
 
 def test_files_of_any_form_are_the_same(of_chats, tmp_path, tokenizer):
@@ -370,7 +368,7 @@ def test_one_example_is_shown_with_what_is_trained(of_chats, tmp_path):
     path.write_text(json.dumps(row))
     loader = of_chats(path, validation_fraction=0)
     want = f"<user>[/bold]?{END}\\n<assistant>»first\\nsecond{END}«\\n"
-    assert loader.description.details[-1] == f"trained is what stands in »«, as of chat 0: {want}"
+    assert loader.description.details[-1] == f"trained is marked by »« (chat 0): {want}"
 
 
 @pytest.mark.parametrize(

@@ -139,20 +139,22 @@ def refused(file, tokenizer_folder, told, **options):
 def test_what_is_no_text_is_refused(data_set, tokenizer_folder, load):
     documents = numbered(4)
     floats = data_set("f.bin", documents, "<f4")
-    refused(floats, tokenizer_folder, "f.bin holds float32, and tokens are whole numbers")
+    refused(floats, tokenizer_folder, "f.bin has dtype float32, but token ids are integers")
     modes = data_set("m.bin", documents, modes=np.array([0, 0, 2, 0]))
-    refused(modes, tokenizer_folder, "m.bin: sequence 2 has mode 2, so it is no text")
+    refused(modes, tokenizer_folder, "m.bin: sequence 2 has mode 2: only")
     load(data_set("z.bin", documents, modes=np.zeros(4)))
     refused(data_set("e.bin", [[[]]]), tokenizer_folder, "e.bin: no tokens in 1 sequences")
     good = data_set("g.bin", documents)
     refused(
-        good, tokenizer_folder, "bpe:300 trains on text, and .*g.bin holds", tokenizer="bpe:300"
+        good, tokenizer_folder, "bpe:300 trains on text, but .*g.bin is tok", tokenizer="bpe:300"
     )
     good.write_bytes(good.read_bytes()[:-1])
     refused(good, tokenizer_folder, r"g.bin: has 259 bytes, and its index 130 tokens of 2: 260")
-    with pytest.raises(ValueError, match="o.bin: token 31 is 300, and the tokenizer has 300: use"):
+    with pytest.raises(
+        ValueError, match="o.bin: token 31 is 300, but the tokenizer has 300 tokens: use"
+    ):
         load(data_set("o.bin", [documents[0], [[300]]]))
-    with pytest.raises(ValueError, match="n.bin: token 31 is -1, and the tokenizer has 300"):
+    with pytest.raises(ValueError, match="n.bin: token 31 is -1, but the tokenizer has 300"):
         load(data_set("n.bin", [documents[0], [[-1]]], "<i4"))
     with pytest.raises(ValueError, match="has 2 tokens to train on, fewer than one window"):
         load(data_set("s.bin", [[[5, 0]]]), validation_fraction=0.0)

@@ -205,7 +205,7 @@ def test_progress_is_plain_lines_where_nobody_watches(
     [
         (
             dict(vocab_size=299),
-            "tokenizer has 300 tokens, the model's vocab_size is 299: use --model.vocab-size 300",
+            "tokenizer has 300 tokens, but the model's vocab_size is 299: use --model.vocab-size",
         ),
         (dict(end_of_text="<none>"), "--data.end-of-text '<none>'"),
         (

@@ -155,7 +155,7 @@ def test_missing_and_empty(tmp_path):
         (
             "empty",
             FileNotFoundError,
-            "--data.path .*empty: 0 files, none to read; readable are .txt",
+            "--data.path .*empty: 0 files, none readable; supported are .txt",
         ),
         ("*.parquet", FileNotFoundError, "none to read"),
         ("zero.txt", ValueError, "--data.path .*zero.txt: 1 file with 0 bytes"),
@@ -264,7 +264,9 @@ def test_packed_files_that_are_damaged_are_named(tmp_path, suffix):
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_bomb_is_refused_before_it_is_unpacked(tmp_path, suffix):
     file = packed(tmp_path / f"a.jsonl{suffix}", b" " * 2**25)
-    with pytest.raises(ValueError, match=r"bytes unpack to more than 16,777,216.*unpack it your"):
+    with pytest.raises(
+        ValueError, match=r"bytes decompress to more than 16,777,216.*decompress it your"
+    ):
         texts(file)
     assert len(texts(packed(tmp_path / f"a.txt{suffix}", b"a" * 2**23))[0]) == 2**23
 
@@ -277,7 +279,7 @@ def test_files_without_a_suffix_are_text_or_refused(tmp_path):
     assert texts(tmp_path) == ["x" + "é" * 3000, "é" * 3000]
     (source,) = resolve_sources([str(tmp_path)])
     assert source.left_out == (
-        f"2 other files that are no UTF-8 text in {tmp_path}, 0.9% of the bytes",
+        f"2 other files that are not UTF-8 text in {tmp_path}, 0.9% of the bytes",
     )
     with pytest.raises(ValueError, match="program: it must be UTF-8 text, and is not"):
         resolve_sources([str(tmp_path / "program")])
@@ -291,7 +293,7 @@ def test_text_of_any_suffix_is_read_and_what_is_left_out_is_counted_in_bytes(tmp
     (source,) = resolve_sources([str(tmp_path)])
     assert [file.name for file in source.files] == ["a.rst", "ls.1"]
     (note,) = source.left_out
-    assert "1 .1 files that are no UTF-8 text" in note and "1 .html files" in note
+    assert "1 .1 files that are not UTF-8 text" in note and "1 .html files" in note
     assert note.endswith(f"in {tmp_path}, 55.6% of the bytes")  # 10 of 18
 
 
@@ -316,7 +318,7 @@ def test_what_dolmen_has_written_is_no_text(tmp_path, monkeypatch):
         for name in ("one (a run of dolmen)", "cache (the token cache)", "key (tokens of dolmen)"):
             assert name in told, entry
         assert "1 .yaml files" in told, entry
-    with pytest.raises(FileNotFoundError, match="none to read; left out: .*one .a run of dolmen"):
+    with pytest.raises(FileNotFoundError, match="none readable; skipped: .*one .a run of dolmen"):
         resolve_sources([str(tmp_path / "runs" / "one")])
     for entry in ("runs/one/hf", "runs/one/hf/*.json"):
         assert len(resolve_sources([entry])[0].files) == 1, "unless it is named itself"
@@ -376,5 +378,5 @@ def test_links_to_folders_are_told(tmp_path):
     assert len(source.files) == 1, "which is named itself"
     (source,) = resolve_sources([str(data / "elsewhere" / "*" / "*.txt")])
     assert len(source.files) == 1 and not source.left_out
-    with pytest.raises(FileNotFoundError, match="none to read; left out: 1 links to folders"):
+    with pytest.raises(FileNotFoundError, match="none readable; skipped: 1 links to folders"):
         resolve_sources([str(data / "else*" / "*" / "*.txt")])

@@ -87,7 +87,7 @@ def test_vocabulary(tokenizer):
     tokenizers.check_vocabulary(tokenizer, 300)
     with pytest.raises(
         ValueError,
-        match="has 300 tokens, the model's vocab_size is 299: use --model.vocab-size 300",
+        match="has 300 tokens, but the model's vocab_size is 299: use --model.vocab-size 300",
     ):
         tokenizers.check_vocabulary(tokenizer, 299)
     gap = PreTrainedTokenizerFast(

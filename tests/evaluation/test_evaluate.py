@@ -248,7 +248,7 @@ REFUSED = {
     "vocabulary": (
         "{model}",
         {"path": "{text}", "tokenizer": "{larger}"},
-        "the tokenizer has 258 tokens, the model's vocab_size is 257: use another --data.tokenizer",
+        "the tokenizer has 258 tokens, but the model's vocab_size is 257: use another --data",
     ),
     "a tokenizer to be made": (
         "{model}",
@@ -259,13 +259,13 @@ REFUSED = {
     "over the positions": (
         "{model}",
         {"path": "{text}", "window": 17},
-        "window is 17, the model's max_position_embeddings 16: use --window 2 to 16",
+        "window is 17, but the model's max_position_embeddings is 16: use --window 2 to 16",
     ),
     "no window": ("{model}", {"path": "{text}", "window": 1}, "use --window 2 to 16"),
     "over the window": (
         "{model}",
         {"path": "{text}", "window": 7, "stride": 8},
-        "stride is 8, the window 7: use --stride 1 to 7",
+        "stride is 8, but the window is 7: use --stride 1 to 7",
     ),
     "no model": ("{text}", {"path": "{text}"}, "nor a transformers directory"),
 }

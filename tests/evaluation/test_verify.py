@@ -192,7 +192,7 @@ def test_a_window_that_is_not_reached_is_noted(tmp_path, monkeypatch):
     )
     folder = save("mistral", tmp_path / "mistral")
     assert (
-        "sliding window of 20: use a larger --length"
+        "sliding window of 20, so the window is not tested: use a larger --length"
         in verify(open_source(folder), length=16).notes[0]
     )
     report = verify(open_source(folder))
@@ -204,10 +204,10 @@ def test_a_tie_is_no_difference():
     logits = torch.tensor([[[0.0, 3.0, 3.0001], [5.0, 1.0, 0.0]]])
     theirs = Reference(logits, 0.0, None, logits.argmax(-1), logits)
     assert theirs.new_tokens.tolist() == [[2, 0]]
-    note = "1 texts of 2 tokens; smallest margin 0.0001"
+    note = "1 sequences of 2 tokens; smallest logit margin 0.0001"
     assert greedy_row([[2, 0]], theirs, 1e-4) == VerifyRow("greedy tokens", 0, 0, note)
     assert greedy_row([[1, 1]], theirs, 1e-4) == VerifyRow(
-        "greedy tokens", 0, 0, note + "; 1 part at a tie"
+        "greedy tokens", 0, 0, note + "; 1 differ at a tie"
     )
     assert not greedy_row([[1, 0]], theirs, 1e-5).ok and not greedy_row([[2, 1]], theirs, 1e-4).ok
 

@@ -142,7 +142,7 @@ def test_families_without_a_class_of_transformers_say_so(tmp_path):
     for family in families().values():
         assert family.in_transformers == (family.architecture in known), family.name
     saved("glm-10b", tmp_path)
-    with pytest.raises(ValueError, match="is of glm_10b, for which transformers has no class"):
+    with pytest.raises(ValueError, match="is a glm_10b, for which transformers has no class"):
         dolmen.verify(tmp_path)
 
 

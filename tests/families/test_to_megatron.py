@@ -45,7 +45,7 @@ def test_a_family_is_written_the_same_or_refused(case, tmp_path):
     hf_export.save(tmp_path / "hf", model, random.__getitem__)
     asked = ConvertConfig(str(tmp_path / "hf"), str(tmp_path / "out"), "megatron-core")
     if case in WRITTEN:
-        assert convert(asked).endswith("the same to the bit; logits equal")
+        assert convert(asked).endswith("equal bit for bit; logits equal")
         return
     with pytest.raises(ValueError) as refused:
         convert(asked)

@@ -271,7 +271,7 @@ def test_what_asks_for_weights_that_are_gone_is_refused(model):
         opened.prepack("stated")
     with pytest.raises(ValueError, match="int8 weights alone: open it again, and nothing is train"):
         opened(torch.tensor(PROMPTS[2:]), head.compute_logits)
-    with pytest.raises(ValueError, match="has no memory: its weight has gone"):
+    with pytest.raises(ValueError, match="has no storage: its weight was freed"):
         load(opened, lambda write: write("head.weight", model.head.weight))
     with pytest.raises(NotImplementedError, match="meta"):  # of torch: a copy of no numbers
         opened.head.weight.numpy(force=True)

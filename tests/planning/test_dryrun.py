@@ -515,7 +515,7 @@ def test_a_step_that_would_crash_is_told_in_a_line(monkeypatch):
     shown = dolmen(*QUICK, "--ranks", "last")
     assert shown.code == 2
     line = shown.err.splitlines()[-1]
-    assert line.endswith("rank 1 would crash at its beginning: the head is too small"), shown.err
+    assert line.endswith("rank 1 would fail at the start: the head is too small"), shown.err
 
 
 def test_a_layout_that_cannot_be_is_refused_before_torch(monkeypatch):

@@ -135,7 +135,7 @@ REFUSED = {
     "gpt-1t --cluster dgx-a100 --batch 8": "batch and length are of generation: give --inference",
     "gpt-1t --cluster dgx-a100 --tokens -1": "tokens is -1",
     "gpt-1t --cluster dgx-a100 --layout.schedule zero-bubble --train.compile": "exclude each other",
-    "gpt-1t --cluster dgx-2h --train.dtype bfloat16": "has no products in bf16",
+    "gpt-1t --cluster dgx-2h --train.dtype bfloat16": "has no peak rate for bf16",
     "bert --cluster dgx-a100 --inference": "it generates none",
     "llama-8b --cluster dgx-a100 --inference --layout.pp 2": "is of training",
     "llama-8b --cluster dgx-a100 --inference --length 999999": "max_position_embeddings",
@@ -166,7 +166,7 @@ def test_a_batch_and_a_length_that_nobody_says_are_told(tmp_path):
     words = "--cluster", "hgx-h100:1", "--no-dryrun", "--layout.tp", 8, "--layout.recompute", "full"
     told = dolmen("plan", tmp_path, *words)
     knobs = "--train.global-batch-size and --train.sequence-length"
-    said = f"(a default, as nothing says another: give {knobs})"
+    said = f"(a default; set {knobs})"
     assert "8 sequences of 512 = " in told.out and said in " ".join(told.out.split())
     given = knobs.replace(" and", " 8").split()
     assert "default" not in dolmen("plan", tmp_path, *words, *given, 512).out
@@ -241,7 +241,7 @@ def test_a_terminal_is_told_what_bounds_and_what_it_costs(monkeypatch):
     table = lines[: next(i for i, line in enumerate(lines) if line.startswith("GiB:"))]
     assert told.code == 0 and all(len(line) <= 100 for line in table)
     assert "MFU: floating-point operations of the model" in told.out
-    command = next(line for line in lines if line.startswith("To the byte: dolmen dryrun "))
+    command = next(line for line in lines if line.startswith("Exact memory: dolmen dryrun "))
     asked = read("dryrun", command.split()[5:])
     assert asked.run.layout.world == 32 and asked.options.device == "a100"
     assert "100 B tokens" in told.out and "rented: " in told.out and "owned: " in told.out
@@ -268,8 +268,8 @@ def test_the_seconds_of_bytes_that_closed_forms_miss_are_told():
         for x in answer.dry_run_lines(replace(plans.plan(), dry=DryRun((rank,))))
         if "busy" in str(x)
     ]
-    assert isinstance(line, str) and line.startswith("dp: the links are busy 1 s a step longer")
-    assert "(-25.0% of bytes)" in line and "its 98 s change by +1.0% at the most" in line
+    assert isinstance(line, str) and line.startswith("dp: links are busy for 1 s per step longer")
+    assert "(-25.0% of bytes)" in line and "which changes its 98 s by at most +1.0%" in line
 
 
 CLUSTER = """
@@ -334,4 +334,4 @@ def test_inference_is_weights_and_cache():
     many = package.plan_inference("llama-70b", "hgx-h100:1", batch=4096, length=128, tp=8)
     assert many.rows[0].bound == "compute"
     told = dolmen("plan", "llama-70b", "--cluster", "hgx-h100:1", "--inference", "--batch", 4)
-    assert told.code == 0 and "ms a token" in told.out
+    assert told.code == 0 and "ms/token" in told.out

@@ -99,7 +99,7 @@ def test_the_command_that_is_printed_is_that_dry_run(model, home, tmp_path, monk
         "1 --train.sequence-length 32 --train.global-batch-size 16 --train.dropout 0.2 --top 1"
     )
     planned = dolmen("plan", model, *words.split())
-    line = next(one for one in planned.out.splitlines() if one.startswith("To the byte: "))
+    line = next(one for one in planned.out.splitlines() if one.startswith("Exact memory: "))
     told = dolmen(*shlex.split(line)[4:], "--json", "run.json")
     assert (planned.code, told.code) == (0, 0), (planned.err, told.err)
     (kept,) = (tmp_path / "winners").iterdir()
@@ -128,8 +128,8 @@ def test_what_it_finds_too_large_or_crashing_is_not_listed(monkeypatch):
     assert found.dry is not None and len(found.dry.struck) == 2
     assert found.ranked == plain.ranked[2:4]
     assert "it would crash" in found.dry.struck[0]
-    assert "1026.00 GiB by the dry run, 946.00 GiB too many" in found.dry.struck[1]
-    assert "not listed, by the dry run: tp 2" in told(found)
+    assert "1026.00 GiB by the dry run, 946.00 GiB too much" in found.dry.struck[1]
+    assert "excluded by the dry run: tp 2" in told(found)
 
 
 def test_a_run_of_which_no_layout_passes_keeps_its_ranking(monkeypatch):

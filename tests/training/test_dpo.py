@@ -181,7 +181,7 @@ def test_the_reference_is_the_start(pairs, tmp_path):
         held |= compared(batch, theirs, loader.tokenizer)
     assert not seen & held and len(held) > 1
     assert seen | held <= {(row["chosen"], row["rejected"]) for row in PAIRS}
-    assert "left out: 1 pair whose answers are equal" in loader.description.changes
+    assert "skipped: 1 pair with equal completions" in loader.description.changes
 
 
 def test_another_reference(pairs, tmp_path):

@@ -84,7 +84,7 @@ def test_scores_and_samples_are_written_and_training_is_the_same(material, asked
 REFUSED = {
     "no task": (("--evaluate.tasks", "choise"), "lm_eval knows no task choise"),
     "no file": (("--evaluate.samples", "/nowhere.txt"), "/nowhere.txt"),
-    "nothing": (("--evaluate.every", 2), "evaluate.every is 2, and nothing is evaluated"),
+    "nothing": (("--evaluate.every", 2), "evaluate.every is 2, but there is nothing to evaluate"),
     "no steps": (("--evaluate.every", 0), "evaluate.every is 0: it must be at least 1"),
     "too long": (("--evaluate.max-new-tokens", 64), "prompt 1 has 3 tokens, with 64 new ones"),
 }

@@ -69,8 +69,8 @@ def test_a_run_and_its_scores(start, tmp_path):
     )
     assert first.code == 0, first.err
     said = " ".join(first.out.split())
-    assert "left out: 1 pair whose answers are equal" in said
-    assert "left out: 1 pair with an answer that ends behind 48 tokens" in said
+    assert "skipped: 1 pair with equal completions" in said
+    assert "skipped: 1 pair with a completion of over 48 tokens with its prompt" in said
     assert re.search(r"step 12: validation loss .* on \d+ answers", said)
     assert "held-out answers" in said and "tokens, and a batch" not in said
     assert losses(out)[-1][1] < 0.2

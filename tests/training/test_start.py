@@ -37,7 +37,7 @@ def test_ranks_that_find_other_text_are_told(material, tmp_path):
     shutil.copytree(material.docs, tmp_path / "docs")
     (tmp_path / "docs" / "07.txt").unlink()
     first, second = run_spawned(2, _other_text, material, tmp_path)
-    assert first == second and "the ranks do not have the same training data; as seen" in first
+    assert first == second and "the ranks do not have the same training data; compared" in first
     assert "rank 1 on " in first and "data 1 29 documents, " in first
     assert ", here 30 documents, " in first and "same files under --data.path" in first
     assert not (tmp_path / "run").exists()

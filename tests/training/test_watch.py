@@ -32,7 +32,7 @@ def test_the_one_behind_is_named():
     said = verdict({0: row(12, True), 1: row(11), 2: row(12, True)}, [], {1: "its stack"})
     assert said.startswith(
         "dolmen: rank 1 (h, pid 7) hangs after step 5, in a step: it makes no progress\nstack of "
-        "rank 1:\nits stack\n2 of 3 ranks wait for it"
+        "rank 1:\nits stack\n2 of 3 ranks are waiting for it"
     )
 
 
@@ -96,7 +96,7 @@ def test_a_main_thread_that_sleeps_is_told_with_its_stack(tmp_path, passes):
     assert len(told) == 1 and "hangs after step 3, in a step: it makes no progress" in told[0]
     assert (
         "test_a_main_thread_that_sleeps_is_told_with_its_stack" in told[0]
-        and "0 of 1 ranks wait for it" in told[0]
+        and "0 of 1 ranks are waiting for it" in told[0]
     )
     assert "Current thread" in (tmp_path / "hang" / "rank-0.txt").read_text()
 

@@ -244,12 +244,12 @@ def test_what_is_no_larger_tokenizer_of_the_model_is_refused(tokenizers, vocabul
         return str(error.value)
 
     small = vocabularies("en", "bpe")
-    assert "has 450 tokens, and that of MODEL" in refused(tmp_path / "model", small)
-    assert "has 460 tokens, and that of MODEL" in refused(tmp_path / "model", old)
+    assert "has 450 tokens, not more than that of MODEL" in refused(tmp_path / "model", small)
+    assert "has 460 tokens, not more than that of MODEL" in refused(tmp_path / "model", old)
     other = refused(tmp_path / "model", vocabularies("zh", "bpe"))
-    assert "is not that of MODEL" in other and "have other ids, first 259" in other
+    assert "does not extend that of MODEL" in other and "have other ids, first 259" in other
     bare = tmp_path / "bare"
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(tmp_path / "model" / name, bare)
-    assert "has no tokenizer, so what is new is not known" in refused(bare, merged)
+    assert "has no tokenizer, so the new tokens cannot be determined" in refused(bare, merged)

@@ -65,7 +65,7 @@ def test_text_comes_from_any_source_and_is_drawn_within_bytes(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_that_has_not_so_many_tokens_is_refused(corpora, tmp_path, kind):
     text, to = VocabText((str(corpora / "zh.txt"),)), tmp_path / "to"
-    for size, told in ((200_000, "bytes of text cannot have"), (2600, "use --size ")):
+    for size, told in ((200_000, "bytes of text are too few for"), (2600, "use --size ")):
         with pytest.raises(ValueError, match=f"--size is {size:,}, and .*{told}"):
             train(VocabTrainConfig(size, kind, str(to), text), progress=False)
     if kind != "byte-bpe":

@@ -16,7 +16,7 @@ def test_from_text_to_a_merged_tokenizer(corpora, vocabularies, tmp_path):
     assert again.code == 2 and "exists and is not empty" in again.err and again.err.count("\n") == 1
     base, to = vocabularies("en", "bpe"), tmp_path / "merged"
     done = dolmen("vocab", "merge", base, zh, "--to", to, "--data.path", corpora / "zh.txt")
-    assert done.code == 0 and "450 tokens of the base, as they were; " in done.out
+    assert done.code == 0 and "450 tokens of the base, unchanged; " in done.out
     assert "\nbefore: " in done.out and "\nafter:  " in done.out
     other = package.merge_vocabularies(base, zh, tmp_path / "other", progress=False)
     assert other.size == len(AutoTokenizer.from_pretrained(to))
@@ -38,7 +38,10 @@ def test_from_text_to_a_merged_tokenizer(corpora, vocabularies, tmp_path):
         ("", "name a part: dolmen vocab has train, merge, extend"),
         ("trin --size 3", "'trin' is not a part of it: dolmen vocab has train, merge, extend"),
         ("train --size 900 --kind bpe --to x", "no text: use --data.path"),
-        ("train --size 9 --kind bpe --to x", "--size is 9: a vocabulary of kind bpe has 256 bytes"),
+        (
+            "train --size 9 --kind bpe --to x",
+            "--size is 9: a vocabulary of kind bpe has 256 byte tokens",
+        ),
         ("merge a b --to", "--to needs a value"),
         ("extend m --tokenizer t --to x --init men", "--init is 'men': use one of mean, random"),
         ("extend /no/m --tokenizer t --to x", "/no/m: no such folder"),

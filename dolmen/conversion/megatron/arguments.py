@@ -60,15 +60,14 @@ def read(args: Mapping[str, Any], legacy: bool, rows: int) -> ModelSpec:
     for name, allowed in ONLY.items():
         if said[name] not in allowed:
             raise ValueError(
-                f"{name} is {brief(said[name])}: of Megatron's models dolmen computes those with "
-                f"{allowed[0]!r}"
+                f"{name} is {brief(said[name])}: in a Megatron checkpoint it must be {allowed[0]!r}"
             )
     # options that the code ignored have no say, whatever their value
     unread = OF_CORE if legacy else OF_OLDER
     said = Said({name: value for name, value in said.items() if name not in unread})
     if legacy and said["num_experts"]:
         raise ValueError(
-            "num_experts is set: of Megatron's own classes dolmen knows none with them"
+            "num_experts is set: experts are not supported in checkpoints from before Megatron-Core"
         )
     norm = _norm(said)
     of = read_latent if said["multi_latent_attention"] else _mixer
@@ -121,7 +120,9 @@ def _mixer(said: Said, norm: NormSpec, bias: bool) -> AttentionSpec:
     """
     hidden, heads = said["hidden_size"], said["num_attention_heads"]
     if said["kv_channels"] is None and hidden % heads:
-        raise ValueError(f"hidden_size ({hidden}) is not divisible by its heads ({heads})")
+        raise ValueError(
+            f"hidden_size ({hidden}) is not divisible by num_attention_heads ({heads})"
+        )
     # head size
     size = said["kv_channels"] or hidden // heads
     groups = said["num_query_groups"] if said["group_query_attention"] else None
@@ -148,7 +149,10 @@ def _rope(said: Said, size: int) -> RopeSpec:
         scaling = LinearScaling(float(factor))
     if said["use_rope_scaling"]:
         if scaling is not None:
-            raise ValueError("use_rope_scaling and rotary_seq_len_interpolation_factor are set")
+            raise ValueError(
+                "use_rope_scaling and rotary_seq_len_interpolation_factor are both set, which is "
+                "not supported"
+            )
         scaling = Llama3Scaling(
             float(said.first("rope_scaling_factor", default=8.0)), 1.0, 4.0, 8192
         )
@@ -167,7 +171,9 @@ def _window(said: Said) -> int | None:
         return None
     before, behind = window if isinstance(window, (tuple, list)) else (window, 0)
     if behind not in (0, -1):
-        raise ValueError(f"window_size is {brief(window)}: dolmen computes none that looks ahead")
+        raise ValueError(
+            f"window_size is {brief(window)}: windows over later tokens are not supported"
+        )
     # -1: unlimited; ours counts the query itself
     return None if before < 0 else before + 1
 
@@ -203,7 +209,7 @@ def _sparse_layers(said: Said) -> list[bool]:
     if isinstance(often, int):
         return [i % often == 0 for i in range(layers)]
     if len(often) != layers:
-        raise ValueError(f"moe_layer_freq says {len(often)} layers, num_layers {layers}")
+        raise ValueError(f"moe_layer_freq has {len(often)} layers, but num_layers is {layers}")
     return [bool(one) for one in often]
 
 
@@ -212,7 +218,7 @@ def _experts(said: Said) -> MoESpec:
     not SwiGLU or have biases, and for group scores of more than 2 experts.
     """
     if not said["swiglu"] or _has_biases(said):
-        raise ValueError("experts without swiglu, or with biases: dolmen has names for neither")
+        raise ValueError("experts without swiglu or with biases are not supported")
     top, groups = said["moe_router_topk"] or 2, said["moe_router_num_groups"] or 1
     # group-limited routing of DeepSeek-V3; all groups without it
     kept = said["moe_router_group_topk"] or groups
@@ -220,7 +226,9 @@ def _experts(said: Said) -> MoESpec:
     # Megatron scores a group by the sum of its best topk / group_topk experts
     best = top // kept if groups > 1 else 1
     if best not in (1, 2):
-        raise ValueError(f"a group counts as its best {best} experts: dolmen computes 1 and 2")
+        raise ValueError(
+            f"the router scores a group by its best {best} experts: only 1 and 2 are supported"
+        )
     shared, aux = said["moe_shared_expert_intermediate_size"], said["moe_aux_loss_coeff"] or 0.0
     return MoESpec(
         number=said["num_experts"],
@@ -250,8 +258,8 @@ def new(spec: ModelSpec, legacy: bool) -> dict[str, Any]:
     # One inverse instead of a list of exceptions: what is lost on the way shows as a difference.
     again = read(said, legacy, spec.vocab_size)
     if found := differences(spec, again):
-        text = "; ".join(f"{n} = {a} (it would be {b})" for n, a, b in found[:3])
-        kind = "Megatron's own classes" if legacy else "Megatron-Core"
+        text = "; ".join(f"{n} = {a} (Megatron: {b})" for n, a, b in found[:3])
+        kind = "Megatron before Megatron-Core" if legacy else "Megatron-Core"
         raise ValueError(f"{kind} cannot compute {text}: choose another --to")
     return said
 
@@ -370,18 +378,17 @@ def read_latent(said: Said, norm: NormSpec, bias: bool) -> LatentAttentionSpec:
     """
     if not said["qk_layernorm"]:
         raise ValueError(
-            "multi_latent_attention without qk_layernorm: dolmen computes it with norms of the "
-            "latents alone"
+            "multi_latent_attention without qk_layernorm is not supported: the latents need norms"
         )
     if said["rotary_interleaved"]:
         raise ValueError(
-            "rotary_interleaved is True under multi_latent_attention, whose pairs of rope are "
-            "neighbours already: dolmen computes no other"
+            "rotary_interleaved is True with multi_latent_attention, whose rope pairs are "
+            "adjacent already: only False is supported"
         )
     if said["rotary_percent"] not in (None, 1):
         raise ValueError(
-            f"rotary_percent is {said['rotary_percent']} under multi_latent_attention: dolmen "
-            "turns all of qk_pos_emb_head_dim"
+            f"rotary_percent is {said['rotary_percent']} with multi_latent_attention: only 1 is "
+            "supported (rope on all of qk_pos_emb_head_dim)"
         )
     sizes = {name: said.first(name, default=default) for name, default in SIZES.items()}
     scaling = _scaling(said)
@@ -411,21 +418,21 @@ def _scaling(said: Said) -> YarnScaling | None:
     factor = float(said.first("rotary_scaling_factor", default=1.0))
     if factor <= 1:
         if factor < 1 and said["rope_type"] != "rope":
-            raise ValueError(f"rotary_scaling_factor is {factor}: dolmen knows none under 1")
+            raise ValueError(f"rotary_scaling_factor is {factor}: it must be at least 1")
         return None
     mscale, all_dim = said["mscale"], said["mscale_all_dim"]
     # the versions agree where both are equal: t(mscale) / t(mscale_all_dim) = 1
     if mscale is None or mscale != all_dim:
         raise ValueError(
             f"mscale is {mscale}, mscale_all_dim {all_dim}: older versions of Megatron-Core scale "
-            "scores by the one, newer by the other, and args do not say which saved them; dolmen "
-            "reads those where both are the same"
+            "scores by the first, newer ones by the second, and args do not record the version; "
+            "only checkpoints where both are equal are supported"
         )
     if said["rope_type"] == "rope":
         if mscale:
             raise ValueError(
-                f"rotary_scaling_factor is {factor} and mscale {mscale} under rope_type rope, "
-                "where they scale scores and not positions: dolmen computes none of that"
+                f"rotary_scaling_factor is {factor} and mscale {mscale} with rope_type rope, "
+                "where they scale scores and not positions: this is not supported"
             )
         return None
     return YarnScaling(
@@ -443,9 +450,9 @@ def _first_context(said: Said) -> int:
     stated, longest = said["original_max_position_embeddings"], said["max_position_embeddings"]
     if stated is None and longest != FIRST_CONTEXT:
         raise ValueError(
-            f"original_max_position_embeddings is not given: older versions of Megatron-Core take "
-            f"max_position_embeddings ({longest}), others {FIRST_CONTEXT}, and args do not say "
-            "which saved them"
+            "original_max_position_embeddings is missing: older versions of Megatron-Core use "
+            f"max_position_embeddings ({longest}), others {FIRST_CONTEXT}, and args do not record "
+            "the version"
         )
     return stated or FIRST_CONTEXT
 

@@ -168,7 +168,9 @@ def read_checkpoint(folder: Path) -> MegatronCheckpoint:
     """
     backend = gate.read_json(folder / MARKER, kinds.DIST_MARKER)["sharded_backend"]
     if backend != BACKEND:
-        raise gate.refuse(folder / MARKER, f"says {backend}: of Megatron's, {BACKEND} is read")
+        raise gate.refuse(
+            folder / MARKER, f"has the backend {backend}: only {BACKEND} is supported"
+        )
     description = read_foreign(folder / METADATA)
     common, file = read_common(folder, description)
     stored = {
@@ -210,7 +212,7 @@ def read_common(folder: Path, description: Foreign) -> tuple[Mapping[str, Any], 
     else:
         raise gate.refuse(file, f"is not there, and {METADATA} has no {COMMON_ENTRY}")
     if not isinstance(values, Mapping):
-        raise gate.refuse(file, "holds no mapping")
+        raise gate.refuse(file, "does not contain a mapping")
     check_said(values, file)
     return values, file
 
@@ -258,7 +260,7 @@ def _state(
     for own, one in stored.items():
         if FLAT.fullmatch(own):
             return State(
-                unread=f"{own} is cut over ranks without regard to parameters: save it with "
+                unread=f"{own} is sharded over ranks across parameter boundaries: save it with "
                 "--dist-ckpt-optim-fully-reshardable"
             )
         match = STATE.fullmatch(own)
@@ -322,7 +324,7 @@ def updates(common: Mapping[str, Any], file: Path) -> int | None:
         for one in _steps(part.get("optimizer", part))
     }
     if len(said) > 1:
-        raise ValueError(f"parameters have had {sorted(said)} updates, not all the same")
+        raise ValueError(f"parameters have different update counts: {sorted(said)}")
     return said.pop() if said else common.get("iteration")
 
 
@@ -349,7 +351,7 @@ def _number(step: Any, file: Path) -> int:
         # torch.optim stores steps as float32 tensors
         if 0 <= step < 2**40 and step == int(step):
             return int(step)
-    raise ValueError(f"{file}: the optimizer's step is {step!r:.40}, which is no count")
+    raise ValueError(f"{file}: the optimizer's step is {step!r:.40}, which is not a whole number")
 
 
 def _name_pieces(key: str, whole: Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -410,7 +412,7 @@ def chunks_of(folder: Path, description: Foreign) -> dict[str, list[Chunk]]:
         with gate.open_file(file) as stream:
             size = stream.seek(0, os.SEEK_END)
         if size < end:
-            raise gate.refuse(file, f"is cut short: {size:,} bytes, {METADATA} says {end:,}")
+            raise gate.refuse(file, f"is truncated: {size:,} bytes, but {METADATA} expects {end:,}")
     return found
 
 

@@ -57,9 +57,7 @@ class Ranks:
             if value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
         if self.virtual_stages > 1 and self.pp == 1:
-            raise ValueError(
-                "--virtual-stages divides the layers of a stage: set --pp to 2 or more"
-            )
+            raise ValueError("--virtual-stages needs a pipeline: set --pp to 2 or more")
 
     @property
     def sizes(self) -> Sizes:
@@ -156,8 +154,8 @@ class ExportPlan:
             if self.dialect.cuts_down and names.DOWN.fullmatch(name):
                 if entry.shape[0] % self.ranks.tp:
                     raise ValueError(
-                        f"{name} has {entry.shape[0]} rows, which --tp {self.ranks.tp} does not "
-                        "divide: choose a divisor, or --spec te, whose ranks have all of them"
+                        f"{name} has {entry.shape[0]} rows, which are not divisible by --tp "
+                        f"{self.ranks.tp}: choose a divisor, or --spec te, which replicates them"
                     )
 
     @property

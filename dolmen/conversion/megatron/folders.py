@@ -36,10 +36,12 @@ def newest(folder: Path) -> Path:
         return folder
     text = gate.read_text(folder / TRACKER, 64).strip()
     if text != RELEASE and not re.fullmatch(r"\d{1,12}", text):
-        raise gate.refuse(folder / TRACKER, f"says {text!r}, which is no number and not {RELEASE}")
+        raise gate.refuse(
+            folder / TRACKER, f"contains {text!r}: it must be a step number or {RELEASE}"
+        )
     named = folder / (text if text == RELEASE else f"iter_{int(text):07d}")
     if not named.is_dir():
-        raise gate.refuse(folder / TRACKER, f"says {text}, and there is no folder {named.name}")
+        raise gate.refuse(folder / TRACKER, f"contains {text}, but there is no folder {named.name}")
     return named
 
 
@@ -103,7 +105,7 @@ def sizes(folder: Path, args: Mapping[str, Any]) -> Sizes:
         )
     if len(names) > tp * pp * ep:
         raise ValueError(
-            f"{folder} has {plural(len(names), 'rank')}, but its args say {found.words}"
+            f"{folder} has {plural(len(names), 'rank')}, but its args have {found.words}"
         )
     return found
 
@@ -114,4 +116,4 @@ def weights_file(folder: Path) -> Path:
         if (folder / name).is_file():
             return folder / name
     held = sorted(path.name for path in folder.iterdir())
-    raise ValueError(f"{folder} has no {WEIGHTS[0]}: it holds {brief(held[:5])}")
+    raise ValueError(f"{folder} has no {WEIGHTS[0]}, only {brief(held[:5])}")

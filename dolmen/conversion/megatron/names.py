@@ -72,9 +72,7 @@ def _mlp(spec: ModelSpec, hf: str, ours: str) -> list[Rule]:
     """Rules of dense MLP layers. Raises ValueError where some layers are gated and some are not."""
     gated = {block.mlp.gated for block in spec.blocks if isinstance(block.mlp, MLPSpec)}
     if len(gated) > 1:
-        raise ValueError(
-            "feed-forward layers are gated in some layers alone: Megatron has one kind"
-        )
+        raise ValueError("only some feed-forward layers are gated, which Megatron does not support")
     first = _split_gate(hf, ours) if True in gated else Rename(hf + "linear_fc1", ours + "up")
     return [first, Rename(hf + "linear_fc2", ours + "down")]
 
@@ -110,14 +108,15 @@ def _qkv(spec: ModelSpec, version: float) -> Split:
     heads = {(m.heads, m.kv_heads, m.head_size) for m in mixers if isinstance(m, AttentionSpec)}
     if len(heads) != 1 or not all(isinstance(m, AttentionSpec) for m in mixers):
         raise ValueError(
-            "layers are of several mixers, or have unlike heads: dolmen knows Megatron's names "
-            "for attention of one kind and size"
+            "layers have different attention types or head counts, which Megatron does not support"
         )
     ((number, groups, size),) = heads
     names = tuple(f"layers.{{}}.attn.{part}" for part in "qkv")
     stored = LAYER + QKV
     if version < 2 and number != groups:
-        raise ValueError(f"checkpoint_version is {version}, which has no groups of queries")
+        raise ValueError(
+            f"checkpoint_version is {version}, which does not support grouped-query attention"
+        )
     # The layout of fused q, k, v changed twice (checkpoint_version 0, 1, 2 and later):
     if version < 1:  # [3, heads, size] on each rank
         return Split(stored, names, 1, (1, 1, 1), shard_parts=True)

@@ -58,15 +58,17 @@ def read_extra_state(state: bytes, where: Path) -> list[Scaling]:
     if not number or shapes != want:
         raise refuse(
             where,
-            f"holds a state of delayed scaling whose {', '.join(TENSORS)} have the shapes "
-            f"{', '.join(map(str, shapes))}, which are not those of {max(1, number)} products",
+            f"has a delayed-scaling state whose {', '.join(TENSORS)} have the shapes "
+            f"{', '.join(map(str, shapes))}, which do not match {max(1, number)} matrix products",
         )
     assert backward == want[2]
     histories, scales, back, back_scales = (torch.as_tensor(one).float() for one in kept)
     for name, one in zip(TENSORS[1::2], (scales, back_scales), strict=True):
         # a factor: 0 or infinity would destroy the weight
         if not ((one > 0) & one.isfinite()).all():
-            raise refuse(where, f"holds a state whose {name} is not positive and finite: no scale")
+            raise refuse(
+                where, f"has a delayed-scaling state whose {name} is not positive and finite"
+            )
     return [
         Scaling(
             # ours are input, weight, output's gradient; theirs has unused columns for the output
@@ -128,7 +130,7 @@ class Kept:
                 stored = value.locate("_extra_state", self.file)
                 content = bytes(stored.read().numpy())
             case _:
-                raise refuse(self.file, "holds an _extra_state that is no bytes")
+                raise refuse(self.file, "has an _extra_state that is not bytes")
         return read_extra_state(content, self.file)
 
 
@@ -196,7 +198,8 @@ def _join_scaling(name: str, kept: Mapping[int, list[Kept]], leaf: ParamSpec) ->
         histories = {one.history.shape for rank in ranks for one in rank}
         if len({len(rank) for rank in ranks}) > 1 or len(histories) > 1:
             raise refuse(
-                kept[first][0].file, f"holds a state of {name} that ranks of tp have otherwise"
+                kept[first][0].file,
+                f"has a delayed-scaling state of {name} that differs between tp ranks",
             )
         # each tp rank has seen a part of the weight: the largest amax is that of all
         each += [join_scaling(parts) for parts in zip(*ranks, strict=True)]

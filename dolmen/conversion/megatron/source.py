@@ -51,7 +51,7 @@ class Shards:
         """
         one = self.held.setdefault(rank, {})
         if expert in one:
-            raise ValueError(f"{stored.file} has {stored.name} twice, by another name")
+            raise ValueError(f"{stored.file} has {stored.name} twice, under two names")
         one[expert] = stored
 
     @property
@@ -106,7 +106,8 @@ def read_checkpoint(folder: Path) -> MegatronCheckpoint:
     if (args.get("expert_tensor_parallel_size") or sizes.tp) != sizes.tp and sizes.ep > 1:
         raise ValueError(
             f"{folder}: expert_tensor_parallel_size is {args['expert_tensor_parallel_size']}, tp "
-            f"{sizes.tp}: dolmen reads experts that are cut as all else is"
+            f"{sizes.tp}: only experts with the tensor-parallel size of the other layers are "
+            "supported"
         )
     files = {
         (tp, pp, ep): folders.weights_file(folder / sizes.name(tp, pp, ep))
@@ -120,7 +121,7 @@ def read_checkpoint(folder: Path) -> MegatronCheckpoint:
     iterations = {rank.get("iteration") for rank in ranks.values()}
     if len(iterations) > 1:
         raise ValueError(
-            f"{folder}: ranks are of several iterations, {sorted(map(str, iterations))}"
+            f"{folder}: ranks are from different iterations, {sorted(map(str, iterations))}"
         )
     kept: dict[str, dict[int, list[Kept]]] = {}
     shards, layers = _shards(ranks, files, sizes, kept)
@@ -143,7 +144,7 @@ def _values(file: Path) -> Mapping[str, Any]:
     """
     values = torch_files.load(file)
     if not isinstance(values, Mapping) or not _chunks(values):
-        raise gate.refuse(file, "holds no `model`, which Megatron's files do")
+        raise gate.refuse(file, "has no `model` entry, which files of Megatron have")
     check_said(values, file)
     return values
 
@@ -154,7 +155,7 @@ def check_said(values: Mapping[str, Any], file: Path) -> None:
     """
     args = values.get("args")
     if not isinstance(args, torch_files.Namespace):
-        raise gate.refuse(file, "holds no `args`, from which the model's sizes are read")
+        raise gate.refuse(file, "has no `args` entry, from which the model's sizes are read")
     # schemas know lists only
     plain = {n: list(v) if type(v) is tuple else v for n, v in args.values.items()}
     gate.check_schema(plain, f"{file}, args", options.SCHEMA)
@@ -201,7 +202,9 @@ def _shards(
                 for ep in range(sizes.ep):
                     at = (tp, pp, ep)
                     if key not in ranks[at]:
-                        raise gate.refuse(files[at], f"holds no {key}, which other ranks' do")
+                        raise gate.refuse(
+                            files[at], f"has no {key}, which files of other ranks have"
+                        )
                     # places in the file, not tensors
                     held = torch_files.tensors(ranks[at][key], files[at])
                     held = shares.split_experts(held, hidden, experts)
@@ -283,10 +286,12 @@ class Megatron(Joined):
         if not state.shards:
             return None
         if state.step is None:
-            raise ValueError(f"{self.where} does not say how many updates its optimizer has made")
+            raise ValueError(f"{self.where} does not record the number of optimizer updates")
         # SGD or Adafactor have other state
         if absent := [kind for kind in MOMENTS if kind not in state.shards]:
-            raise ValueError(f"{self.where} has no {absent[0]} of its optimizer, which is no AdamW")
+            raise ValueError(
+                f"{self.where} has no {absent[0]} of its optimizer: only AdamW is supported"
+            )
         kinds = {kind: self._replace_shards(state.shards[kind], moment=True) for kind in MOMENTS}
         check_whole(*kinds.values())
         return Moments(state.step, kinds)
@@ -364,7 +369,8 @@ class Megatron(Joined):
         missing = [name for name in self._entries if name not in held]
         if extra or missing:
             sides = [
-                f"{plural(len(extra), 'tensor has', 'tensors have')} no rule, e.g. {extra[:3]}"
+                f"{plural(len(extra), 'tensor has', 'tensors have')} no counterpart in the "
+                f"model, e.g. {extra[:3]}"
             ]
             sides = sides * bool(extra) + [
                 f"{plural(len(missing), 'tensor is', 'tensors are')} missing, e.g. {missing[:3]}"
@@ -387,7 +393,7 @@ class Megatron(Joined):
         first = shards.stored[0]
         if sorted(shards.held) != list(range(tp)) or len(specs) > 1 or len(experts) > 1:
             raise ValueError(
-                f"{self.where}: {shards.name} is not alike on all {tp} ranks of tp: "
+                f"{self.where}: {shards.name} has different shapes on the {tp} tp ranks: "
                 f"{sorted(str(spec.shape) for spec in specs)} on {len(shards.held)}"
             )
         # ours is one tensor of all experts
@@ -400,11 +406,14 @@ class Megatron(Joined):
             same = found[0] >= entry.shape[0] and found[1:] == entry.shape[1:]
         if not same:
             raise ValueError(
-                f"{shards.name} is {first.spec.shape} on each of {tp} ranks of tp in {first.file}, "
-                f"{found} of all; the model makes it {entry.shape}"
+                f"{shards.name} is {first.spec.shape} on each of {tp} tp ranks in {first.file}, "
+                f"{found} together, but the model expects {entry.shape}"
             )
         if first.spec.dtype not in FLOATS:
-            raise ValueError(f"{shards.name} in {first.file} is {first.spec.dtype}: no weights")
+            raise ValueError(
+                f"{shards.name} in {first.file} is {first.spec.dtype}, which is not a dtype of "
+                "weights"
+            )
 
     def _tensor(self, name: str) -> Tensor:
         """Read a tensor, joined from all ranks; 1 is added to norm weights that are stored less
@@ -492,22 +501,20 @@ def _model(checkpoint: MegatronCheckpoint, place: Path, rows: int | None) -> Mod
     known = sidecars.vocabulary(place, said, rows)
     embedding = checkpoint.shards.get(names.EMBEDDING)
     if embedding is None:
-        raise KeyError(
-            f"{checkpoint.folder} has no {names.EMBEDDING}, by any name that dolmen knows"
-        )
+        raise KeyError(f"{checkpoint.folder} has no {names.EMBEDDING} under any known name")
     shape, dtype = embedding.stored[0].spec.shape, embedding.stored[0].spec.dtype
     # rows over all tp ranks, padding included
     stored = Share(0).full_shape(shape, checkpoint.sizes.tp)[0]
     if known is None:
         raise ValueError(
-            f"{checkpoint.folder} has {stored:,} rows of a vocabulary, padding among them, and "
-            "nothing says how many are tokens: give --vocab-size, or put the model's config.json "
-            "or tokenizer into the folder"
+            f"{checkpoint.folder} has {stored:,} embedding rows, padding included, and the number "
+            "of tokens is unknown: give --vocab-size, or put the model's config.json or tokenizer "
+            "into the folder"
         )
     if known > stored:
         raise ValueError(
-            f"{checkpoint.folder} has {stored:,} rows of a vocabulary, fewer than {known:,} "
-            "tokens: check --vocab-size, config.json or the tokenizer"
+            f"{checkpoint.folder} has {stored:,} embedding rows, fewer than {known:,} tokens: "
+            "check --vocab-size, config.json or the tokenizer"
         )
     # a stage's files may be missing without a gap in the names
     if checkpoint.layers != checkpoint.args["num_layers"]:
@@ -524,6 +531,6 @@ def _model(checkpoint: MegatronCheckpoint, place: Path, rows: int | None) -> Mod
         )
         return edit(model, dtype=str(dtype).removeprefix("torch."))
     if found := differences(said.spec, model_spec):
-        text = "; ".join(f"{n} = {a}, args say {b}" for n, a, b in found[:3])
-        warnings.warn(f"{place / 'config.json'} is taken: {text}", stacklevel=2)
+        text = "; ".join(f"{n} = {a}, in args {b}" for n, a, b in found[:3])
+        warnings.warn(f"{place / 'config.json'} is used: {text}", stacklevel=2)
     return said

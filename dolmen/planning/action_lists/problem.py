@@ -91,9 +91,9 @@ class Costs:
                 lengths = sorted({shape.ranks, shape.stages})
                 raise gate.refuse(
                     self.name,
-                    f"{name} has {plural(len(times), 'time')}, and there are "
-                    f"{plural(shape.ranks, 'rank')} and {plural(shape.stages, 'stage')}: give "
-                    f"one number, or {' or '.join(map(str, lengths))}",
+                    f"{name} has {plural(len(times), 'time')}, but there are "
+                    f"{plural(shape.ranks, 'rank')} and {plural(shape.stages, 'stage')}: give one "
+                    f"number, or {' or '.join(map(str, lengths))}",
                 )
             case _:
                 return [times / share] * shape.stages
@@ -104,7 +104,7 @@ def from_file(path: str) -> Costs:
     times = gate.read_json(path, kinds.COSTS)
     if not {"backward", "input"} & set(times):
         raise gate.refuse(
-            path, "has no time of a backward: give backward, or input and weight, or all three"
+            path, "has no backward time: give backward, or input and weight, or all three"
         )
     return Costs(path, times)
 

@@ -54,7 +54,7 @@ def shortest_of(
         except ValueError as error:
             problem = problem or error
     if not found:
-        raise problem or ValueError("no number of stages per rank is given")
+        raise problem or ValueError("no number of stages per rank to search")
     best = min(found.values(), key=lambda one: one.simulation.span)
     floor, nodes = min(one.floor for one in found.values()), sum(o.nodes for o in found.values())
     return replace(best, floor=floor, nodes=nodes), tuple(found)
@@ -76,13 +76,13 @@ def shortest(
     actions = 3 * prod((ranks, micros, chunks))
     if actions > MOST:
         raise ValueError(
-            f"{actions:,} actions are too many to search ({MOST:,}): use fewer "
-            f"--microbatches; from a few times --pp on, what more of them add is a steady state"
+            f"{actions:,} actions are too many to search ({MOST:,}): use fewer --microbatches; "
+            "beyond a few times --pp, more of them only lengthen the steady state"
         )
     if not memory >= LEAST:
         raise ValueError(
-            f"--memory ({memory:g}) must be at least {LEAST:g}: any schedule holds one microbatch "
-            f"through all layers of a rank"
+            f"--memory ({memory:g}) must be at least {LEAST:g}: any schedule holds the "
+            "activations of one microbatch"
         )
     problems = list(_problems(ranks, micros, chunks, costs, memory))
     floors = [bound(problem) for problem in problems]

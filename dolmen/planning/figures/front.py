@@ -16,7 +16,7 @@ def front(plan: Plan) -> Drawing:
     """
     drawing = Drawing("GPUs, days and cost", 330)
     if not plan.fleets:
-        drawing.text(0, 60, "Only one number of GPUs was planned for.", "label")
+        drawing.text(0, 60, "The plan has only one number of GPUs.", "label")
         return drawing
     _draw_panel(drawing, plan, 60, 430, {"gpus": lambda f: f.gpus}, "GPUs")
     # a curve for each price that is known
