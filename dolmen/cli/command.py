@@ -53,8 +53,8 @@ CONFIGS = {
 }
 PARTS = {
     "vocab": (
-        "A vocabulary for another language: train one, merge it into a tokenizer, give a model its "
-        "tokens.",
+        "Adapt a model to another language: train a tokenizer, merge it into the model's, and add "
+        "its tokens to the model.",
         {
             "train": "dolmen.vocabulary.config.VocabTrainConfig",
             "merge": "dolmen.vocabulary.config.VocabMergeConfig",

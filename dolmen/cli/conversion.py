@@ -30,7 +30,7 @@ def run_convert(options: ConvertConfig) -> int:
         print(convert(options, shown=True))
     except Failed as error:
         # exit code 1, not 2: the input was valid
-        print(f"dolmen convert: {error}; nothing is left of it", file=sys.stderr)
+        print(f"dolmen convert: {error}; nothing was written", file=sys.stderr)
         return 1
     except (ValueError, KeyError, OSError) as error:
         raise BadInput(message(error)) from None

@@ -150,7 +150,7 @@ def run_verify(options: VerifyConfig) -> int:
         # diff starts processes of its own, which ranks cannot
         if not report.ok and mesh.size > 1:
             screen.print(
-                f"\n`dolmen diff {_diff_command(options)}` names the first tensor that parts"
+                f"\n`dolmen diff {_diff_command(options)}` finds the first tensor that differs"
             )
         elif not report.ok:
             # names of tensors have brackets

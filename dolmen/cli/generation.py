@@ -85,7 +85,7 @@ def _generate_file(options: GenerateConfig, layout: Layout) -> int:
         raise BadInput(message(error)) from None
     if not job.unfinished:
         rows = f"all {len(job.summary.places):,} rows"
-        say(f"{escape(options.output)} has {rows}: nothing is left to do", first)
+        say(f"{escape(options.output)} has {rows}: nothing left to do", first)
         return _choose_best(job) if first else 0
 
     def work(mesh: Mesh) -> int:
@@ -109,13 +109,13 @@ def _choose_best(job: offline.Job) -> int:
     except ValueError as error:
         raise BadInput(str(error)) from None
     print(
-        f"{escape(job.config.best)} has the best completion of {plural(best.rows, 'row')}: "
-        f"a reward of {best.reward:.4g}, of all samples {best.of_all:.4g}"
+        f"{escape(job.config.best)} has the best completion of {plural(best.rows, 'row')}: mean "
+        f"reward {best.reward:.4g}, mean of all samples {best.of_all:.4g}"
     )
     if best.failed:
         say(
-            f"WARNING: {plural(best.failed, 'sample')} without a reward, and "
-            f"{plural(best.without, 'row')} without any, left out"
+            f"WARNING: {plural(best.failed, 'sample')} without a reward; "
+            f"{plural(best.without, 'row')} without any reward skipped"
         )
     return 0
 
@@ -316,7 +316,7 @@ class Terminal:
                 print(flush=True)
                 if self.chat.truncated:
                     limit = self.chat.config.of_tokens.max_new_tokens
-                    say(f"(the reply was cut at {limit:,} tokens: raise --max-new-tokens)")
+                    say(f"(the reply was truncated at {limit:,} tokens: increase --max-new-tokens)")
             except ValueError as error:
                 # the chat goes on: the user may shorten it or /reset
                 say(str(error))

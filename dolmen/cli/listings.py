@@ -19,7 +19,7 @@ from dolmen.watching.page import write_page
 def run_recipes(_: RecipesOptions) -> int:
     """Print the table of built-in runs. Returns 0."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ("recipe", "parameters", "tokens per step", "what it is"):
+    for name in ("recipe", "parameters", "tokens per step", "description"):
         table.add_column(name, justify="right" if name[0] in "pt" else "left")
     for name, recipe in RECIPES.items():
         run = recipe()
@@ -57,7 +57,7 @@ def run_families(_: FamiliesOptions) -> int:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for name in (
         "model_type",
-        "what it is",
+        "description",
         "cases",
         "reference",
         "logits",

@@ -256,8 +256,8 @@ def proof(found: ShortestSchedule, widths: tuple[int, ...]) -> str:
     """
     span, nodes = found.simulation.span, f"; {found.nodes:,} nodes" if found.nodes else ""
     gap = span / found.floor - 1
-    verdict = "optimal" if found.optimal else f"not proven optimal: a gap of {gap:.2%}"
-    like = "" if found.like == SEARCH else f"; the lists are those of {found.like}"
+    verdict = "optimal" if found.optimal else f"not proven optimal, gap {gap:.2%}"
+    like = "" if found.like == SEARCH else f"; the same as {found.like}"
     of = " or ".join(map(str, widths)) + (" stage" if widths == (1,) else " stages")
     return f"lower bound {found.floor:.6g} of {of} per rank: {verdict}{nodes}{like}"
 

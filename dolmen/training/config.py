@@ -130,14 +130,14 @@ class TrainConfig:
         changed = [f.name for f in fields(self.fp8) if getattr(self.fp8, f.name) != f.default]
         if changed and self.precision is None:
             raise ValueError(
-                f"train.fp8.{changed[0].replace('_', '-')} is set, and no product is rounded: set "
+                f"train.fp8.{changed[0].replace('_', '-')} is set, but 8-bit training is off: set "
                 "--train.precision, such as fp8-tensorwise"
             )
         delayed = [name for name in changed if name in DELAYED]
         if delayed and self.precision != "fp8-delayed":
             raise ValueError(
-                f"train.fp8.{delayed[0].replace('_', '-')} is of fp8-delayed, and train.precision "
-                f"is {self.precision}, which remembers nothing: leave it out"
+                f"train.fp8.{delayed[0].replace('_', '-')} is for fp8-delayed, but "
+                f"train.precision is {self.precision}: leave it out"
             )
 
 
@@ -309,7 +309,7 @@ class RunConfig:
         most = self.spec.max_position_embeddings
         if self.sequence_length > most:
             raise ValueError(
-                f"train.sequence-length ({self.sequence_length}) is over the model's "
+                f"train.sequence-length ({self.sequence_length}) exceeds the model's "
                 f"max_position_embeddings ({most}): set --train.sequence-length {most} or less"
             )
 
@@ -318,8 +318,8 @@ class RunConfig:
         if self.train.compile:
             raise ValueError(
                 f"train.compile and layout.schedule {self.layout.schedule} exclude each other: a "
-                "compiled graph cannot leave its weight gradients for later; use "
-                "--train.no-compile, or --layout.schedule 1f1b or interleaved"
+                "compiled graph cannot defer its weight gradients; use --train.no-compile, or "
+                "--layout.schedule 1f1b or interleaved"
             )
 
     @property

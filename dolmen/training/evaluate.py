@@ -230,8 +230,8 @@ def plot_calibration(calibration: Calibration, accuracy: float, title: str) -> b
         alpha=0.75,
     )
     axis.set(
-        xlabel="how sure the model is of the answer that it prefers",
-        ylabel="how often it is right",
+        xlabel="confidence in the preferred completion",
+        ylabel="accuracy",
         xlim=(0.48, 1.02),
         ylim=(-0.03, 1.03),
     )
@@ -384,7 +384,7 @@ class Validator:
         part = "" if tokens == held else f" of {held:,}"
         why = ""
         if part and state.step == state.steps and self.loader.cloze is None:
-            why = "; a short run reads no more, --log.validation-tokens 0 reads all"
+            why = "; limited in a short run, --log.validation-tokens 0 reads all"
         more = "".join(f", {name} {value:.4f}" for name, value in shown.items())
         first = (
             f"step {state.step}: validation loss {loss:.4f}{more} on {tokens:,}{part} "

@@ -119,11 +119,11 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
             gzip, xz = gzip_xz_bits([Path(f) for f in outcome["validation_files"]])
             line += (
                 f"   (gzip -9: {gzip:.3f}, xz -9: {xz:.3f}, each of the "
-                f"{len(outcome['validation_files'])} held-out files by itself)"
+                f"{len(outcome['validation_files'])} held-out files separately)"
             )
         table.add_row("bits per byte", line)
     if report is not None:
-        same = "the exported directory gives the same logits, loss, gradients and text"
+        same = "transformers computes the same logits, loss, gradients and text from it"
         table.add_row(
             "transformers", same if report.ok else "THE EXPORTED DIRECTORY DIFFERS, see above"
         )

@@ -49,7 +49,7 @@ def lock_folder(out: Path, patience: float = 0) -> int | None:
         if error.errno in filesystem.NO_LOCKS:
             return None
         raise Unusable(
-            f"{out / LOCK} cannot be locked ({error.strerror}): mend it, or give another --out"
+            f"{out / LOCK} cannot be locked ({error.strerror}): fix this, or give another --out"
         ) from None
     return descriptor
 
@@ -189,10 +189,14 @@ def require_own_files(out: Path) -> list[tuple[str, str]]:
     ours, foreign = split_by_owner(out)
     if found := [path for path, _ in foreign]:
         shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-        shown += f" (no {LIST} says that dolmen wrote them)" if _read_list(out) is None else ""
+        shown += (
+            f" (not listed as written by dolmen: there is no {LIST})"
+            if _read_list(out) is None
+            else ""
+        )
         raise Unusable(
-            f"--overwrite deletes only what dolmen wrote, and {out} also holds {shown}: move "
-            "it or delete it yourself, or give another --out"
+            f"--overwrite deletes only files written by dolmen, but {out} also contains {shown}: "
+            "move or delete it, or give another --out"
         )
     return ours
 
@@ -216,7 +220,7 @@ def check_names_free(out: Path, *some: str) -> None:
     ]
     if taken:
         raise Unusable(
-            f"a run in {out} would write over {', '.join(taken[:3])}, which dolmen did not write: "
+            f"a run in {out} would overwrite {', '.join(taken[:3])}, which dolmen did not write: "
             "move it, or give another --out"
         )
 
@@ -269,8 +273,8 @@ def _delete(out: Path, ours: list[tuple[str, str]]) -> None:
                 if path == "hang":
                     continue
                 raise Unusable(
-                    f"{out / path} is not deleted ({error.strerror}): what came into it meanwhile "
-                    "is kept; move it, or give another --out"
+                    f"{out / path} could not be deleted ({error.strerror}), as something was "
+                    "added to it meanwhile: move it, or give another --out"
                 ) from None
 
 
@@ -333,7 +337,7 @@ def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
     """
     if resume and overwrite:
         raise ValueError(
-            "--resume and --overwrite exclude each other: go on with the run, or throw it away"
+            "--resume and --overwrite exclude each other: continue the run, or delete it"
         )
     # the nearest existing folder: nothing is created before all checks have passed
     ground = next(p for p in (out, *out.absolute().parents) if p.exists())
@@ -351,14 +355,16 @@ def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
     held = out.is_dir() and any(path.name != LOCK for path in out.iterdir())
     owned = (out / LIST).exists() or is_run(out / "config.yaml")
     if held and not (owned or resume or overwrite):
-        raise ValueError(f"{out} is not empty and holds no run of dolmen: give another --out")
+        raise ValueError(
+            f"{out} is not empty and does not contain a dolmen run: give another --out"
+        )
     if held and not (resume or overwrite):
         raise ValueError(
-            f"{out} already holds a run: use --resume to go on, --overwrite to start again, or "
-            f"another --out"
+            f"{out} already contains a run: use --resume to continue it, --overwrite to start "
+            "again, or another --out"
         )
     if overwrite and held and not owned:
         raise ValueError(
-            f"--overwrite would delete {out}, which holds no config.yaml of a run and so was not "
+            f"--overwrite would delete {out}, which has no config.yaml of a run, so it was not "
             "written by dolmen: remove it yourself"
         )

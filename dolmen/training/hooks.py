@@ -154,7 +154,7 @@ class TrainingHooks:
         if not math.isfinite(m.grad_norm):
             return f"the gradient is not finite ({m.grad_norm})"
         return (
-            f"the gradient norm {m.grad_norm:.3g} is over {self.run.train.spike_factor:g} times "
+            f"the gradient norm {m.grad_norm:.3g} exceeds {self.run.train.spike_factor:g} times "
             "its running median"
         )
 
@@ -165,8 +165,8 @@ class TrainingHooks:
         batch = "\n  ".join(self.loader.documents(state.step - 1))
         return (
             f"the last {plural(self.skipped_in_a_row, 'step')}, up to step {state.step}, were "
-            "skipped, as their loss or gradients were not finite or a spike, and no parameter has "
-            "changed: look at the starting weights and the data, or set a lower --optimizer.lr "
+            "skipped, because of a non-finite loss or gradient or a spike, and changed no "
+            "parameter: check the initial weights and the data, or use a lower --optimizer.lr "
             f"(--train.max-skipped-steps ends a run). The last batch was\n  {batch}"
         )
 

@@ -72,8 +72,8 @@ class _RecompileLimitHandler(logging.Handler):
         limit, number, function, reason, *_ = record.args
         reason = str(reason).split("#")[0].strip()  # then follow the place and a stack
         self.report(
-            f"WARNING: torch.compile gave up on {function} after {number} programs ({limit}): what "
-            f"fits none of them runs uncompiled, and slower; the last differed in {reason}"
+            f"WARNING: torch.compile gave up on {function} after {number} programs ({limit}): "
+            f"further calls run uncompiled, and slower; the last one differed in {reason}"
         )
 
 

@@ -319,7 +319,12 @@ class WandB:
         )
         where = self.run.settings.sync_dir
         self.notice = (
-            "" if authorized else f"wandb: there is no key, so this is kept: wandb sync {where}"
+            ""
+            if authorized
+            else (
+                "wandb: no API key, so the run is recorded offline; upload it with: wandb sync "
+                f"{where}"
+            )
         )
 
     def write(self, row: Mapping[str, float]) -> None:
@@ -457,7 +462,8 @@ class TrackerThread:
         if not self.failed:
             self.failed = True
             self.report(
-                f"WARNING: {self.name} gets no more of this run ({why}); metrics.jsonl has all"
+                f"WARNING: {self.name} is no longer logged to ({why}); metrics.jsonl has all "
+                "metrics"
             )
 
 

@@ -76,7 +76,7 @@ def step(
     with nothing changed, for a `clip` below 0, and where there is no loss.
     """
     if not clip >= 0:
-        raise ValueError(f"clip is {clip}: it must be at least 0, which clips nothing")
+        raise ValueError(f"clip is {clip}: it must be at least 0 (0: no clipping)")
     total = _backward(module, loss, mesh)
     parameters = [p for p in module.parameters() if p.requires_grad]
     norm = data.gradient_norm(parameters, mesh)
@@ -107,7 +107,7 @@ def _backward(module: nn.Module, loss: Tensor | Iterable[Tensor], mesh: Mesh) ->
         value = loss_part.detach().double()
         total = value if total is None else total + value
     if total is None:
-        raise ValueError("a step of no microbatch: give a loss, or several")
+        raise ValueError("step() needs at least one loss")
     reduction.accumulate_weight_gradients(True)
     return total
 
@@ -204,8 +204,8 @@ def _parameter_names(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if strange := [p for p in parameters if p not in names]:
         raise ValueError(
-            f"{len(strange)} of {len(parameters)} parameters of the optimizer are not "
-            "the module's: make it after dolmen.parallelize, which puts others in their place"
+            f"{len(strange)} of {len(parameters)} parameters of the optimizer do not belong to "
+            "the module: create the optimizer after dolmen.parallelize, which replaces parameters"
         )
     return {names[p]: p for p in parameters}
 
@@ -238,8 +238,8 @@ def _checkpoint_state(
             elif value is not None:
                 raise ValueError(
                     f"{type(optimizer).__name__} keeps a {type(value).__name__} as {kind} of "
-                    f"{name}, and not a number or a tensor that lies as the parameter does: no "
-                    "other layout could read it"
+                    f"{name}, which must be a number or a tensor sharded like the parameter to be "
+                    "readable at other layouts"
                 )
     return tensors, numbers
 

@@ -91,7 +91,7 @@ class StepRecording:
             self.profiler.export_chrome_trace(str(file))
             trace = file.read_bytes()
         if not trace.rstrip().endswith(b"}"):  # torch writes to a full disk in silence
-            raise OSError(0, "it is cut short", f"the trace in {tempfile.gettempdir()}")
+            raise OSError(0, "it is truncated", f"the trace in {tempfile.gettempdir()}")
         return trace
 
     def tabulate(self) -> tuple[ProfileTable, Mapping[str, list[float]]]:

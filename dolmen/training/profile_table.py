@@ -120,7 +120,9 @@ class ProfileTable:
         for row in self.rows:
             calls = f"{row.calls:7,} calls" if row.calls else ""
             hidden = row.busy - row.seconds
-            overlap = f"; {1e3 * hidden:.1f} ms more beside other work" if hidden > 1e-4 else ""
+            overlap = (
+                f"; {1e3 * hidden:.1f} ms more overlapped with other work" if hidden > 1e-4 else ""
+            )
             share = 100 * row.seconds / self.seconds
             out.append(f"{row.kind:27}{share:5.1f} % {1e3 * row.seconds:10.1f} ms {calls}{overlap}")
         if self.recomputed:

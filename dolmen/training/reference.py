@@ -55,7 +55,7 @@ def add_reference_logprobs(
         # a second model, freed when this function returns
         model = load_model(run, resolved.reference, state, mesh)
     else:
-        _require_init(resolved, "objective.name dpo has it as reference model")
+        _require_init(resolved, "objective.name dpo needs it as reference model")
     weights = on_first_rank(mesh, lambda: _digest(source))
     known: dict[str, np.ndarray] = {}
     for rows in (loader.mixture, loader.validation):
@@ -107,8 +107,8 @@ def _require_init(resolved: ResolvedRun, why: str) -> None:
     """Raise Unusable where the initial model was deleted; `why` says what it is needed for."""
     if resolved.init_is_gone:
         raise Unusable(
-            f"--init {resolved.config.init} is gone, and {why}: put it back, or name a copy by "
-            "--objective.reference"
+            f"--init {resolved.config.init} no longer exists, but {why}: restore it, or give a "
+            "copy as --objective.reference"
         )
 
 
@@ -145,7 +145,7 @@ def initial_model(resolved: ResolvedRun, state: TrainState, mesh: Mesh) -> Decod
     """
     run = resolved.config
     if resolved.reference is None:
-        _require_init(resolved, "rollouts are compared with it")
+        _require_init(resolved, "rollouts need it as reference model")
     if resolved.start is not None:
         return load_model(run, resolved.start, state, mesh)
     model = _build(run, run.trained, state, mesh)

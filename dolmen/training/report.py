@@ -24,8 +24,8 @@ from dolmen.training.state import TrainState
 SHOWN = {
     "rollout/reward": "reward {:.3f}",
     "rollout/reference_kl": "KL {:.4f} per token",
-    "objective/accuracy": "{:.1%} of pairs right",
-    "rewards/accuracies": "{:.1%} of pairs right",
+    "objective/accuracy": "pair accuracy {:.1%}",
+    "rewards/accuracies": "pair accuracy {:.1%}",
     "router/max_load": "max load {:.2f}",
 }
 """Metrics that the progress line shows after the loss, where a row has them."""
@@ -92,7 +92,10 @@ def _start(run: RunConfig, state_: TrainState) -> str:
     if state_.step:
         start = f"checkpoint of step {state_.step}"
     if (rows := state_.new_rows) is not None:
-        start += f"; until step {rows.until} only rows of tokens from id {rows.first} are trained"
+        start += (
+            f"; only embedding rows from token id {rows.first} on are trained until step "
+            f"{rows.until}"
+        )
     return start
 
 
@@ -115,7 +118,7 @@ def _details(
     ]
     if run.training.fp8 is not None:
         calibrated = any(delayed.initialized for delayed in state_.model.delayed_scaling().values())
-        scales = "; scales are those of --init" if calibrated and not state_.step else ""
+        scales = "; fp8 scales of --init" if calibrated and not state_.step else ""
         rows.append(("fp8", f"{run.training.fp8}; {describe_fp8(run)}{scales}"))
     if run.training.adapter is not None:
         rows.append(("adapters", describe_adapters(run)))
@@ -149,8 +152,8 @@ def describe_fp8(run: RunConfig) -> str:
     leaves = run.trained.leaves.values()
     rounded = sum(leaf.products for leaf in leaves if leaf.fp8 is not None)
     total = sum(leaf.products for leaf in leaves)
-    share = f"{rounded / total:.0%} of the multiply-adds of its matrices"
-    return f"{share}, all else in {run.train.dtype}"
+    share = f"{rounded / total:.0%} of its matrix multiply-adds"
+    return f"{share}, the rest in {run.train.dtype}"
 
 
 def describe_adapters(run: RunConfig) -> str:
@@ -175,7 +178,7 @@ def describe_int8(run: RunConfig) -> str:
     if not was:
         return ""
     now = was // wide + sum(leaf.elements for leaf in leaves if leaf.role == "scale") * wide
-    return f"; of the others {size(was, 'B')} are held in int8, in {size(now, 'B')}"
+    return f"; {size(was, 'B')} of the frozen ones are stored in int8 ({size(now, 'B')})"
 
 
 def describe_mfu(run: RunConfig) -> str:
@@ -197,11 +200,8 @@ def describe_reproducibility(run: RunConfig, mesh: Mesh) -> str | None:
     if mesh.device.type != "cuda":
         return None
     if run.train.deterministic:
-        return "the same every time, and after a resume, in this layout on these GPUs"
-    return (
-        "may differ from run to run and after a resume; --train.deterministic makes them the same, "
-        "and is slower"
-    )
+        return "bitwise reproducible, also after a resume, with this layout on these GPUs"
+    return "not reproducible bit for bit; --train.deterministic makes them so, and is slower"
 
 
 def _layout(layout: Layout, state_: TrainState) -> str:
@@ -231,7 +231,7 @@ def _layout(layout: Layout, state_: TrainState) -> str:
     return (
         " x ".join(words)
         + (f"; recompute {layout.recompute}{of}" if layout.recompute != "none" else "")
-        + ("; sums in a fixed order" if layout.reduction == "fixed" else "")
+        + ("; sums in fixed order" if layout.reduction == "fixed" else "")
     )
 
 

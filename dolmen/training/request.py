@@ -72,7 +72,7 @@ def read_run(file: Path) -> RunConfig:
     """
     values = gate.read_yaml(file, kinds.RUN)
     if values is None and (file.parent / "checkpoints").is_dir():
-        raise gate.refuse(file, f"is empty, and {file.parent} holds a run: it is damaged")
+        raise gate.refuse(file, f"is empty, but {file.parent} contains a run: the file is damaged")
     name = file.parent.name if file.name == "config.yaml" else file.stem
     try:
         return from_dict(RunConfig, values or {}, RunConfig(name=name))

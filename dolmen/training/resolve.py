@@ -130,7 +130,7 @@ def resolve_model(config: RunConfig, processes: int | None) -> RunConfig:
     """
     if config.model is None:
         raise ValueError(
-            "there is no model: give --init a transformers directory or hub id, make one of "
+            "no model: give --init (a transformers directory or hub id), define one with "
             "--model.model-type and its fields, or choose a recipe that has one (dolmen recipes)"
         )
     model = with_scalar_head(config.model) if config.objective.name == "reward" else config.model

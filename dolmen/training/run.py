@@ -187,8 +187,8 @@ def _lock(job: _Job) -> Iterator[None]:
     held = on_first_rank(job.mesh, lambda: folder.lock_folder(job.out, patience))
     if job.mesh.first and held is None:
         job.console.print(
-            f"WARNING: the file system of {job.out} has no locks: nothing keeps a second run out "
-            "of it"
+            f"WARNING: the file system of {job.out} does not support locks, so a second run in "
+            "the same folder cannot be prevented"
         )
     try:
         yield
@@ -315,8 +315,8 @@ def _run_steps(job: _Job, state: TrainState, hooks: TrainingHooks) -> int:
     with _open_batches(job, state) as read:
         if state.step >= state.steps:
             job.console.print(
-                f"step {state.step} of {state.steps}: nothing is left to train; raise "
-                f"--train.{length_option(job.config)} to go on"
+                f"step {state.step} of {state.steps}: nothing left to train; increase "
+                f"--train.{length_option(job.config)} to continue"
             )
         else:
             with report_recompile_limit(hooks.line.say), loop.manual_gc():

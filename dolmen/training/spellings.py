@@ -230,15 +230,15 @@ TOKENS = (
     "a step has train.global-batch-size x train.sequence-length tokens: set "
     "--train.global-batch-size, in sequences"
 )
-FAMILY = "that is the family's: choose it with --model.model-type"
+FAMILY = "this depends on the model family: choose one with --model.model-type"
 WARMUP = (
-    "warm-up is told in steps or tokens: set --optimizer.warmup-steps, or --optimizer.warmup-tokens"
+    "warm-up is set in steps or tokens: set --optimizer.warmup-steps, or --optimizer.warmup-tokens"
 )
-KERNELS = "attention takes the fastest kernel that fits: leave it out"
+KERNELS = "the fastest suitable attention kernel is chosen automatically: leave it out"
 ADAPTERS = "adapters have no dropout: leave it out"
 # No option does the same: how to get it.
 HOW = {
-    "precision": "set --train.dtype bfloat16, and for products in eight bits --train.precision",
+    "precision": "set --train.dtype bfloat16, and for 8-bit matrix products --train.precision",
     "gradient-accumulation-steps": BATCH,
     "gradient-accumulation": BATCH,
     "grad-accum-steps": BATCH,
@@ -254,8 +254,8 @@ HOW = {
     "split": "set --data.validation-fraction, or --data.validation for files of its own, or "
     "--data.split with --data.order megatron",
     "eval-iters": "a validation reads --log.validation-tokens tokens",
-    "num-nodes": "start one `dolmen train` per process with torchrun or srun: they find each other",
-    "nproc-per-node": "set --nproc, or --layout.tp, --layout.dp and so on: it follows from them",
+    "num-nodes": "start one `dolmen train` per process with torchrun or srun",
+    "nproc-per-node": "the number of processes follows from --layout.*; or set --nproc",
     "device": "dolmen takes the GPUs that are visible, else the CPU: set CUDA_VISIBLE_DEVICES",
     "normalization": FAMILY,
     "norm": FAMILY,
@@ -265,7 +265,7 @@ HOW = {
     "gelu_pytorch_tanh",
     "adapter.dropout": ADAPTERS,
     "lora-dropout": ADAPTERS,
-    "load-in-4bit": "frozen weights are held in eight bits at least: set --adapter.frozen int8",
+    "load-in-4bit": "frozen weights are stored in 8 bits at least: set --adapter.frozen int8",
     "flash-attention": KERNELS,
     "use-flash-attn": KERNELS,
     "attn-implementation": KERNELS,

@@ -74,8 +74,7 @@ def resume(
     saved = load_newest(state, run, checkpoints, console, restarted)
     if saved is None:
         console.print(
-            f"{'restart' if restarted else '--resume'}: nothing is saved here yet, starting from "
-            f"step 0"
+            f"{'restart' if restarted else '--resume'}: no checkpoint yet, starting from step 0"
         )
         return None
     state.step, state.updates, state.tokens = saved.step, saved.updates, saved.tokens
@@ -127,8 +126,8 @@ def load_newest(
                 raise checkpoints.damage_error(step, error) from None
             aside = checkpoints.put_aside(step)
             console.print(
-                f"WARNING: the newest checkpoint, of step {step}, is damaged ({error}); it is kept "
-                f"as {aside}, and the run goes on from the one before"
+                f"WARNING: the newest checkpoint, of step {step}, is damaged ({error}); it is "
+                f"renamed to {aside}, and the run resumes from the previous one"
             )
         except (KeyError, ValueError) as error:
             raise Unusable(str(error.args[0])) from None
@@ -153,8 +152,8 @@ def _load(
     if (saved.critic is None) != (state.critic is None):
         holds = "no critic" if saved.critic is None else "a critic"
         raise ValueError(
-            f"the checkpoint of step {step} holds {holds}, and objective.name is "
-            f"{run.objective.name}: go on as it began, or give another --out"
+            f"the checkpoint of step {step} has {holds}, but objective.name is "
+            f"{run.objective.name}: resume with the original objective, or give another --out"
         )
     tensors, scaling, now = state.tensors(), state.scaling(), to_dict(run.train)
     # amax histories are of the roundings of one recipe: another starts without

@@ -137,7 +137,7 @@ def optimizer_step(
     numbers = _read_back(tokens, counts.amin(), norm, stop, losses, router)
     if numbers.divisor == 0:
         state.model.zero_grad(set_to_none=True)  # gradients of a division by 0
-        raise ValueError(f"step {state.step}: no token of the global batch carries a loss")
+        raise ValueError(f"step {state.step}: no token of the global batch has a loss")
     offset = state.lr_step_offset
     lr = learning_rate(state.config, state.step + offset, state.steps + offset, state.warmup)
     # these are the world's numbers, so every rank decides the same

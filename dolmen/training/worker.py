@@ -220,8 +220,8 @@ def worker(
             summary(outcome, out)
         if mesh.first and outcome.signal:
             print(
-                f"stopped by signal {outcome.signal} after step {outcome.steps}, saved; to go on: "
-                f"dolmen train {escape(out)}/config.yaml --resume",
+                f"stopped by signal {outcome.signal} after step {outcome.steps}, checkpoint "
+                f"saved; resume with dolmen train {escape(out)}/config.yaml --resume",
                 flush=True,
             )
         # no rank leaves before the first has written the summary
@@ -271,6 +271,6 @@ def explain_errors(out: Path) -> Iterator[None]:
             raise
         raise Failed(
             f"{error.filename or out}: {error.strerror}. "
-            f"{folders.describe_newest(out / 'checkpoints')}: make room or mend the folder, and go "
-            f"on with dolmen train {out}/config.yaml --resume"
+            f"{folders.describe_newest(out / 'checkpoints')}: make room or fix the folder, and "
+            f"resume with dolmen train {out}/config.yaml --resume"
         ) from None

@@ -42,7 +42,7 @@ def test_a_run_tells_what_it_trains(run):
     """Two layers: of q 2 x (32 + 32), of down 2 x (48 + 32)."""
     told = " ".join(run[1].split())
     assert "LoRA rank 2 trains 576" in told
-    assert "the exported directory gives the same logits, loss, gradients and text" in told
+    assert "transformers computes the same logits, loss, gradients and text from it" in told
 
 
 def test_an_export_has_adapters_merged(run, material):
@@ -225,10 +225,10 @@ def test_a_run_on_weights_of_eight_bits(material, tmp_path):
     assert result.code == 0, result.err
     told = " ".join(result.out.split())
     # two layers of q, k, v, o: 32 x (32 + 16 + 16 + 32), gate, up, down: 3 x 32 x 48; 7 scales
-    assert "of the others 61.4 kB are held in int8, in 17.2 kB" in told
+    assert "61.4 kB of the frozen ones are stored in int8 (17.2 kB)" in told
     assert "kernels attention by blocks, norms" in told, "-v, and no experts of a dense model"
     assert "GFLOP per token" in told and "(LoRA rank " in told
-    assert "the exported directory gives the same logits, loss, gradients and text" in told
+    assert "transformers computes the same logits, loss, gradients and text from it" in told
     kept = tinyrun.tensors(tmp_path / "run", 4)
     after = load_file(tmp_path / "run/hf/model.safetensors")
     for ours, theirs in {"attn.q": "self_attn.q_proj", "attn.k": "self_attn.k_proj"}.items():

@@ -85,7 +85,8 @@ def test_a_checkpoint_past_the_asked_steps_is_refused(run):
     result = dolmen("train", run / "config.yaml", "--resume", "--train.steps", 2)
     assert (result.code, result.out) == (2, "")
     assert result.err == (
-        "dolmen train: the checkpoint is of step 6, --train.steps is 2: give more, or export it "
+        "dolmen train: the checkpoint is at step 6, but --train.steps is 2: use a larger "
+        "--train.steps, or export the checkpoint "
         f"(dolmen export {run} --to model/)\n"
     )
 
@@ -193,7 +194,8 @@ def test_rows_and_fields_that_nobody_uses_are_told(material, tmp_path):
     words = ("train", file, "--train.steps", 2, "--out")
     result = dolmen(*words, tmp_path / "a", "--model.vocab-size", 430)
     assert result.code == 0 and (
-        "WARNING: vocab_size 430, the tokenizer has 300: 130 rows of the embedding are never used; "
+        "WARNING: vocab_size is 430, but the tokenizer has only 300 tokens: 130 rows of the "
+        "embedding are never used; "
         "set --model.vocab-size 300" in " ".join(result.out.split())
     )
     assert "WARNING: the model's config.json has flux_capacitor" in " ".join(result.out.split())
@@ -262,7 +264,7 @@ def test_little_held_out_text_is_told(material, tmp_path):
         (
             "a",
             ("--data.validation", text),
-            "tokens, and a batch 64: its loss says little; use more",
+            "tokens, and a batch 64: its loss is noisy; use more",
         ),
         ("b", ("--train.global-batch-size", 128), "3.00% asked for), and a batch 2,048: its loss"),
         ("c", ("--data.validation-fraction", 0), None),
@@ -289,7 +291,7 @@ def test_a_batch_over_an_epoch_is_told(material):
 
     run = material.config(train={"global_batch_size": 64})
     said = batch_over_epoch(run, loader(20))
-    assert "train.global-batch-size (64) is over an epoch of the training data (20 seq" in said
+    assert "train.global-batch-size (64) exceeds an epoch of the training data (20 seq" in said
     assert "reads every sequence 3.2 times; set --train.global-batch-size 20 or less" in said
     assert batch_over_epoch(run, loader(64)) is None
     assert batch_over_epoch(run, loader(20, 100)) is None  # the other one lasts longer

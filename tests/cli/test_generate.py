@@ -197,7 +197,7 @@ def test_an_output_that_exists_and_bad_rows(material, tmp_path):
     assert [row["prompt"] for row in read(out)] == ["a", "c"]
     assert "wrote" in told.err and "per second" in told.err
     told = dolmen(*asked, out, "--skip-bad", "--resume")
-    assert told.code == 0 and "has all 2 rows: nothing is left to do" in told.err
+    assert told.code == 0 and "has all 2 rows: nothing left to do" in told.err
     told = dolmen(*asked, tmp_path / "no/out.jsonl")
     assert told.code == 2 and "there is no folder" in told.err
     told = dolmen("generate", material.model, "--prompt", "a", "--output", out)
@@ -303,7 +303,7 @@ def test_chat(chatty, monkeypatch):
     assert told.out == f"{first}\n{second}\n{first}\n"
     assert f"system: be\nuser: ab\nassistant: {escape(first)}\n" in told.err
     assert "there is no command /nothing: /help lists" in told.err
-    assert told.err.count("(the reply was cut at 5 tokens: raise --max-new-tokens)") == 3
+    assert told.err.count("(the reply was truncated at 5 tokens: increase --max-new-tokens)") == 3
 
 
 def test_an_answer_that_stops_by_itself_is_not_called_cut(chatty, monkeypatch):

@@ -318,7 +318,7 @@ def test_the_last_validation_is_bounded_by_the_training_done(material, tmp_path)
     assert held > 1000 and summary(tmp_path / "b")["bits_per_byte"] is not None
     said = " ".join(short.out.split())
     assert (
-        f"on 128 of {held:,} tokens; a short run reads no more, --log.validation-tokens 0 reads all"
+        f"on 128 of {held:,} tokens; limited in a short run, --log.validation-tokens 0 reads all"
         in said
     )
     assert f"128 of {held:,} held-out tokens" in said
@@ -330,7 +330,7 @@ def test_a_warm_up_longer_than_the_run_is_told(material, tmp_path):
     result = dolmen(*words, "--optimizer.warmup-steps", 40)
     said = " ".join(result.out.split())
     assert result.code == 0 and (
-        "WARNING: optimizer.warmup-steps (40) is over the run's 2 steps: the learning rate ends at "
+        "WARNING: optimizer.warmup-steps (40) exceeds the run's 2 steps: the learning rate ends at "
         "0.0005 and never reaches 0.01; set --optimizer.warmup-steps 1 or less, or --train.steps "
         "over 40" in said
     )

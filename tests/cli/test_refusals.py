@@ -147,7 +147,7 @@ OPTIONS = {
     # the run
     "long": (
         "--train.sequence-length 65",
-        "train.sequence-length (65) is over the model's max_position_embeddings (64): set "
+        "train.sequence-length (65) exceeds the model's max_position_embeddings (64): set "
         "--train.sequence-length 64",
     ),
     "steps": ("--train.steps 0", "train.steps is 0: it must be at least 1"),
@@ -177,7 +177,7 @@ OPTIONS = {
     "family": ("--model.model-type lama", "'lama': did you mean llama"),
     "inexpressible": (
         "--model.norm layernorm",
-        "unknown option --model.norm: that is the family's: choose it with --model.model-type",
+        "unknown option --model.norm: this depends on the model family: choose one",
     ),
     "head-dim": ("--model.head-dim 7", "head_dim (7) is odd"),
     "both": ("--resume --overwrite", "--resume and --overwrite exclude each other"),
@@ -229,7 +229,7 @@ OPTIONS = {
     "override-name": ("--\u202ea 5", "unknown option --\\u202ea: dolmen train --help --all lists"),
     "other-shape": (
         "--init {folder}/model --model.hidden-size 64",
-        "/model holds weights of another model than the run's --model.hidden-size 64 (32): leave "
+        "/model has weights of another shape than the run's --model.hidden-size 64 (32): leave "
         "out what changes its shape, or train without --init",
     ),
 }
@@ -418,8 +418,8 @@ def test_a_folder_that_holds_something(material, tmp_path):
     (out / "checkpoints").mkdir(parents=True)
     (out / "notes.txt").write_text("mine")
     for words, want in (
-        ([], f"{out} is not empty and holds no run of dolmen: give another --out"),
-        (["--overwrite"], f"--overwrite would delete {out}, which holds no config.yaml"),
+        ([], f"{out} is not empty and does not contain a dolmen run: give another --out"),
+        (["--overwrite"], f"--overwrite would delete {out}, which has no config.yaml"),
     ):
         result = dolmen("train", material.file, "--out", out, *words)
         assert result.code == 2 and want in result.words
@@ -440,7 +440,7 @@ def test_a_folder_that_holds_a_run(material, tmp_path):
     (out / ".dolmen").write_text("config.yaml\n")
     result = dolmen("train", material.file, "--out", out)
     assert result.code == 2
-    assert f"{out} already holds a run: use --resume to go on, --overwrite" in result.words
+    assert f"{out} already contains a run: use --resume to continue it, --overwrite" in result.words
 
 
 def test_a_folder_that_cannot_be(material, tmp_path):

@@ -179,10 +179,7 @@ def test_resumed_is_bitwise_never_stopped(whole, tmp_path):
 
 def test_resume_with_nothing_saved_says_so_and_starts(whole, material, tmp_path):
     result = dolmen("train", material.file, "--out", tmp_path / "new", "--resume")
-    assert (
-        result.code == 0
-        and "--resume: nothing is saved here yet, starting from step 0" in result.out
-    )
+    assert result.code == 0 and "--resume: no checkpoint yet, starting from step 0" in result.out
     assert losses(tmp_path / "new") == losses(whole[0])
 
 
@@ -233,7 +230,8 @@ def test_resume_with_nothing_left(whole, tmp_path):
     shutil.copytree(out, copy)
     result = dolmen("train", copy / "config.yaml", "--out", copy, "--resume")
     assert (
-        result.code == 0 and "nothing is left to train; raise --train.steps to go on" in result.out
+        result.code == 0
+        and "nothing left to train; increase --train.steps to continue" in result.out
     )
     assert (copy / "metrics.jsonl").read_text() == (out / "metrics.jsonl").read_text() and steps(
         copy
@@ -256,7 +254,7 @@ def test_resume_of_another_model_is_refused(whole, tmp_path):
     )
     assert (
         result.code == 2
-        and "checkpoint of step 6 is of another model (model.num_hidden_layers: 2 -> 3)"
+        and "checkpoint of step 6 belongs to another model (model.num_hidden_layers: 2 -> 3)"
         in result.words
     )
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before

@@ -315,7 +315,7 @@ def test_nothing_saved_yet_starts_again(worker, material, run, whole):
     again = worker("train", material.file, "--out", run, *FIXED, "--train.steps", 12)
     assert (
         again.code == 0
-        and "restart: nothing is saved here yet, starting from step 0" in again.out
+        and "restart: no checkpoint yet, starting from step 0" in again.out
         and losses(run) == losses(whole)
     )
 

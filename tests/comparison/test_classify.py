@@ -103,7 +103,7 @@ def test_another_tensor():
     other = random(48, 32)
     x, y = other + 0, random(48, 32) * 2
     found = told("weights", "layers.0.mlp.up.weight", [x], y, [("layers.0.mlp.gate.weight", other)])
-    assert (found.kind, found.text) == ("swapped", "it is layers.0.mlp.gate.weight of B")
+    assert (found.kind, found.text) == ("swapped", "A's equals B's layers.0.mlp.gate.weight")
 
 
 @pytest.mark.parametrize("axis", ("tp", "dp", "cp"))

@@ -199,7 +199,7 @@ def test_a_window_that_is_not_filled_is_told_of_either_side(side, folder, tmp_pa
     (made / "config.json").write_text(json.dumps(windowed))
     names = [str(made), str(folder)]
     both = diff.open_sides(DiffConfig(*(names if side == "A" else names[::-1]), length=8))
-    assert any("do not fill the sliding window of 16" in line for line in diff._notes(both))
+    assert any("is shorter than the sliding window of 16" in line for line in diff._notes(both))
 
 
 @pytest.mark.slow
@@ -242,7 +242,7 @@ def test_verify_names_the_first_tensor_too(folder, tmp_path, capsys):
     "words, said",
     [
         (["{}", "transformers", "--length", "0"], "length is 0"),
-        (["transformers", "transformers"], "transformers is beside transformers"),
+        (["transformers", "transformers"], "both sides are transformers"),
         (["{}", "transformers", "--b.layout.tp", "2"], "--b.layout: side B is transformers"),
         (["{}", "no/such/model/here"], "no/such/model/here: no such folder"),
         (["{}", "{}", "--a.layout.tp", "3"], "num_attention_heads (4) is not divisible by tp (3)"),

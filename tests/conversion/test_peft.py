@@ -307,7 +307,7 @@ def test_what_is_said_of_modules_and_not_understood_is_refused(tmp_path, monkeyp
         (dict(target_modules=ALL, exclude_modules="(a"), "exclude_modules is not a regular"),
         (
             dict(target_modules=".*", layers_to_transform=[0]),
-            "beside a target_modules that is text",
+            "with a target_modules that is a string",
         ),
         (
             dict(target_modules=ALL, layers_to_transform=[0], layers_pattern="(a+)+"),
@@ -337,7 +337,7 @@ def test_what_is_no_lora_of_the_model_is_refused(tmp_path):
             (dict(modules_to_save=["lm_head"]), "has modules_to_save"),
             (dict(rank_pattern={"q_proj": 2}), "has rank_pattern"),
             (dict(bias="all"), "has bias all"),
-            (dict(r=5), "rank 5 beside"),
+            (dict(r=5), "rank 5 with a weight"),
             (dict(r=0), "r is 0"),
             (dict(lora_alpha="x"), "lora_alpha"),
             (dict(kasa_config={}), "has kasa_config"),
@@ -390,7 +390,9 @@ def test_what_is_no_lora_of_the_model_is_refused(tmp_path):
         parts = {"lora_A": torch.zeros(4, 32), "lora_B": torch.zeros(rows, 4)}
         parts = {f"{folders.PREFIX}{module}.{kind}.weight": one for kind, one in parts.items()}
         save_file(parts, tmp_path / "norm/adapter" / folders.WEIGHTS)
-        said = rf"for {module} of shape \[{rows}.*\], which is not a linear layer: .*\.q_proj\.lora_A"
+        said = (
+            rf"for {module} of shape \[{rows}.*\], which is not a linear layer: .*\.q_proj\.lora_A"
+        )
         with pytest.raises(Refused, match=said):
             folders.read(tmp_path / "norm/adapter", model)
     change(tmp_path / "first", base_model_name_or_path=None)

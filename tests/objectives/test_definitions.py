@@ -314,7 +314,7 @@ REFUSED = {
         CrossEntropy(),
         2,
         {"weights": torch.zeros(4, LENGTH)},
-        "no token of the global batch carries a loss",
+        "no token of the global batch has a loss",
     ),
     "a negative weight": (
         CrossEntropy(),

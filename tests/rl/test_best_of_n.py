@@ -57,7 +57,7 @@ def test_rows_without_a_reward_are_left_out_and_told(asked, tmp_path):
     told = dolmen(*asked, "--reward", "exact")
     assert told.code == 0, told.err
     assert [row["prompt"] for row in read(tmp_path / "best.jsonl")] == ["ab cd"]
-    assert "8 samples without a reward, and 2 rows without any, left out" in told.words
+    assert "8 samples without a reward; 2 rows without any reward skipped" in told.words
     again = dolmen(*asked, "--reward", "exact", "--resume")
     assert again.code == 2 and "best.jsonl exists: give another name" in again.words
     (tmp_path / "best.jsonl").unlink()

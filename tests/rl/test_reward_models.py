@@ -102,7 +102,7 @@ def test_a_reward_model_of_another_vocabulary_is_refused(asked, tmp_path):
     ):
         classifier(tmp_path / name, **changes)
     wide = dolmen(*asked, "--reward", tmp_path / "wide")
-    assert wide.code == 2 and "has a vocab_size of 310, the model 300" in wide.words
+    assert wide.code == 2 and "has a vocab_size of 310, but the model has 300" in wide.words
     short = dolmen(*asked, "--reward", tmp_path / "short")
     assert short.code == 2 and "set --train.sequence-length 31 or less" in short.words
     foretells = dolmen(*asked, "--reward", asked[3])

@@ -154,7 +154,7 @@ def test_another_model_is_named_field_by_field(material):
     with pytest.raises(ValueError) as refusal:
         check_same_model(saved, run, 7)
     assert (
-        "checkpoint of step 7 is of another model (model.hidden_size: 64 -> 32; "
+        "checkpoint of step 7 belongs to another model (model.hidden_size: 64 -> 32; "
         "model.rope_parameters.rope_theta: 5.0 -> 10000.0)" in str(refusal.value)
     )
     saved["model"] |= {"rope_theta": 10000.0, "hidden_size": 32, "initializer_range": 0.5}

@@ -211,7 +211,7 @@ def test_another_reference(pairs, tmp_path):
             file.write_bytes(file.read_bytes()[:-1] + b"x")
         with pytest.raises(AssertionError):
             reference.add_reference_logprobs(resolve(config, 1), state, loader, SINGLE, tmp_path)
-    with pytest.raises(Unusable, match="is gone, and objective.name dpo has it as reference model"):
+    with pytest.raises(Unusable, match="no longer exists, but objective.name dpo needs it as"):
         gone = made(pairs)[0]
         run = replace(resolve(gone, 1), init_is_gone=True)
         reference.add_reference_logprobs(run, state, loader, SINGLE, tmp_path)
@@ -219,7 +219,7 @@ def test_another_reference(pairs, tmp_path):
         transformers.LlamaConfig(**{**tinyrun.MODEL, "vocab_size": 310})
     )
     larger.save_pretrained(tmp_path / "larger")
-    with pytest.raises(ValueError, match="vocab_size of 310, the model 300"):
+    with pytest.raises(ValueError, match="vocab_size of 310, but the model has 300"):
         made(pairs, reference=str(tmp_path / "larger"))
 
 

@@ -71,9 +71,11 @@ def test_without_a_list_a_model_and_a_tokenizer_may_be_anybodys(run, material):
     words = ("train", material.file, "--out", run)
     result = dolmen(*words, "--overwrite")
     assert result.code == 2 and "also holds hf, hf/config.json" in result.words
-    assert "(no .dolmen says that dolmen wrote them): move it or delete it your" in result.words
+    assert (
+        "(not listed as written by dolmen: there is no .dolmen): move or delete it" in result.words
+    )
     result = dolmen(*words, "--resume", "--train.steps", 8, "--finish.export")
-    assert result.code == 2 and "would write over hf, hf/config.json" in result.words
+    assert result.code == 2 and "would overwrite hf, hf/config.json" in result.words
     assert content(run) == before
     shutil.rmtree(run / "hf")
     with pytest.raises(Unusable, match="also holds tokenizer, tokenizer/"):
@@ -171,7 +173,7 @@ def test_names_of_ours_that_dolmen_has_not_written_stay(run):
         folder.clear_run(run)
     with pytest.raises(Unusable, match="model is not exported: .*/hf was not written by dolmen"):
         folder.remove_export(run)
-    with pytest.raises(Unusable, match="would write over hf"):
+    with pytest.raises(Unusable, match="would overwrite hf"):
         folder.check_names_free(run, "hf")
     folder.check_names_free(run)
 
@@ -263,7 +265,7 @@ def test_resume_writes_over_nothing_of_somebody_elses(material, tmp_path):
     (out / "config.yaml").write_text("mine: true\n")
     (out / "notes.txt").write_text("mine")
     result = dolmen("train", material.file, "--out", out, "--resume")
-    assert result.code == 2 and "would write over config.yaml, which dolmen" in result.words
+    assert result.code == 2 and "would overwrite config.yaml, which dolmen" in result.words
     assert (out / "config.yaml").read_text() == "mine: true\n" and len(os.listdir(out)) == 2
     (out / "config.yaml").unlink()  # notes of theirs are in nobody's way
     result = dolmen("train", material.file, "--out", out, "--resume", "--train.steps", 2)
@@ -313,7 +315,7 @@ def test_what_is_no_file_of_ours_is_refused_by_name(run, tmp_path, name, instead
         path.symlink_to(outside)
     if instead == "a folder" and (folder._kind(name, "folder") or name == "hang"):
         return
-    with pytest.raises(Unusable, match=f"would write over (.*, )?{name}[,/]"):
+    with pytest.raises(Unusable, match=f"would overwrite (.*, )?{name}[,/]"):
         folder.check_names_free(run, "hf")
 
 
@@ -323,7 +325,7 @@ def test_a_resume_through_links_is_refused(run, tmp_path):
         (run / name).symlink_to(tmp_path / f"{number}")
     result = dolmen("train", run / "config.yaml", "--resume", "--train.steps", 8)
     assert (
-        result.code == 2 and "would write over .dolmen.part, config.yaml.part, met" in result.words
+        result.code == 2 and "would overwrite .dolmen.part, config.yaml.part, met" in result.words
     )
     assert all((tmp_path / f"{number}").read_text() == "mine" for number in range(3))
 

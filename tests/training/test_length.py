@@ -88,7 +88,7 @@ def test_an_epoch_is_that_of_the_source_that_lasts_longest():
 
 
 REFUSED = {
-    "train.steps is 5, and train.tokens (400) are 7: a step has 64 tokens (4 sequences of 16)": {
+    "train.steps is 5, but train.tokens (400) are 7: a step has 64 tokens (4 sequences of 16)": {
         "steps": 5,
         "tokens": 400.0,
     },

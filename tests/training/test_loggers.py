@@ -62,7 +62,7 @@ def test_a_program_that_fails_gets_no_more_and_is_told_once(run, monkeypatch, fa
         guarded.write({"step": step})
     guarded.close()
     guarded.thread.join()
-    told = [f"WARNING: wandb gets no more of this run (OSError: no room to {fails}); "]
+    told = [f"WARNING: wandb is no longer logged to (OSError: no room to {fails}); "]
     assert said == [told[0] + "metrics.jsonl has all"] * bool(fails)
     after = {"begin": [], "write": ["begin", "write"]}
     assert not made or made[0].calls == after.get(fails, ["begin", "write", "write", "close"])

@@ -95,7 +95,7 @@ def test_the_recipe_tells_the_loss_of_each_language(material, tmp_path):
     shown = dolmen("train", "continue-language", "--init", model, *words, "--out", out)
     assert shown.code == 0, shown.err
     words_of = " ".join(shown.out.split())
-    assert "until step 2 only rows of tokens from id 200 are trained" in words_of
+    assert "only embedding rows from token id 200 on are trained until step 2" in words_of
     assert "replay text" not in words_of
     told = rows(out, "val_loss")
     assert [row["step"] for row in told] == [0, 2, 4]
@@ -165,7 +165,7 @@ def test_sources_that_are_not_told_apart_are_warned_of(material, tmp_path):
     """Where --data.validation is one text for all of them, or fewer than two have held-out text."""
     paths = tuple(f"{weight}:{material.docs}/{part}*.txt" for weight, part in ((3, 0), (1, 1)))
     run = material.config(log={"validate_sources": True})
-    one, few = "is one text for all: leave it out", "fewer than two of them have held-out text: set"
+    one, few = "is not per source: leave it out", "fewer than two sources have validation text: set"
     for more, told in (
         ({"validation": f"{material.docs}/29.txt"}, one),
         ({"validation_fraction": 0.0}, few),

@@ -548,9 +548,9 @@ def test_what_no_run_of_ppo_can_be_is_refused(material, prompts, tmp_path):
         ),
         (("--rollout.routing-replay",), "rollout.routing-replay keeps which experts"),
         (("--rollout.beta", 0.1), "rollout.beta is 0.1, which is of grpo"),
-        (("--critic.warmup-steps", 4, "--train.steps", 4), "are all of the run's 4 steps"),
+        (("--critic.warmup-steps", 4, "--train.steps", 4), "covers all of the run's 4 steps"),
         (("--ppo.kl-target", 1, "--ppo.kl-horizon", 1), "ppo.kl-horizon (1) is so short"),
-        (("--critic.init", tmp_path / "other"), "vocab_size of 310, the model 300"),
+        (("--critic.init", tmp_path / "other"), "vocab_size of 310, but the model has 300"),
         (("--critic.init", tmp_path / "wider"), "another shape than the model (intermediate_size"),
     ):
         found = asked(*words)

@@ -109,7 +109,7 @@ def test_overwrite_deletes_it_and_nothing_else(done):
 def test_somebody_elses_folder_is_in_the_way_only_if_it_would_be_written_to(tmp_path):
     (tmp_path / "profile").mkdir()
     folder.check_names_free(tmp_path)
-    with pytest.raises(folder.Unusable, match="would write over profile"):
+    with pytest.raises(folder.Unusable, match="would overwrite profile"):
         folder.check_names_free(tmp_path, "profile")
 
 
@@ -121,13 +121,13 @@ def test_steps_are_counted_from_1(material, number):
 
 def test_a_step_that_never_comes_is_refused(material, tmp_path):
     run = material.config(log={"profile": 7})
-    with pytest.raises(ValueError, match=r"log.profile \(7\) is over the run's 6 steps: use --log"):
+    with pytest.raises(ValueError, match=r"log.profile \(7\) exceeds the run's 6 steps: use --log"):
         tinyrun.check_run(run, None)
     tinyrun.check_run(material.config(log={"profile": 6}), None)
     # an epoch is 172 batches of 4
     words = ("train", material.file, "--train.steps", "None", "--log.profile", 173)
     result = dolmen(*words, "--out", tmp_path / "run")
-    assert result.code == 2 and "(173) is over the run's 172 steps" in result.words
+    assert result.code == 2 and "(173) exceeds the run's 172 steps" in result.words
     assert not (tmp_path / "run").exists()
 
 
@@ -135,7 +135,7 @@ def test_a_run_that_goes_on_after_it_says_so(material):
     run = material.config(log={"profile": 4})
     assert warn.profile_out_of_range(run, 3, 6) is None
     assert warn.profile_out_of_range(run, 4, 6) == (
-        "log.profile (4) is not profiled: the run goes from step 5 to 6; set --log.profile 6"
+        "log.profile (4) is not profiled: the run is from step 5 to 6; set --log.profile 6"
     )
     assert "from step 1 to 3; set --log.profile 2" in warn.profile_out_of_range(run, 0, 3)
 
@@ -196,7 +196,7 @@ def test_a_profile_that_cannot_be_written_is_told(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(profile.Path, "read_bytes", lambda self: b'{"traceEvents": [')
         *_, line = recorded(tmp_path).write(lambda seconds: {})
-    assert line.startswith(f"{NOT}the trace in ") and line.endswith(": it is cut short")
+    assert line.startswith(f"{NOT}the trace in ") and line.endswith(": it is truncated")
     assert not list(tmp_path.rglob("trace*"))
 
 

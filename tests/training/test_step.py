@@ -146,7 +146,7 @@ def test_the_loss_is_of_real_tokens():
             and told.loss == pytest.approx(want.item(), rel=1e-6)
             and told.grad_norm == pytest.approx(norm, rel=1e-5)
         )
-    with pytest.raises(ValueError, match="step 0: no token of the global batch carries a loss"):
+    with pytest.raises(ValueError, match="step 0: no token of the global batch has a loss"):
         update(state, Batch(whole.tokens, torch.full_like(whole.labels, IGNORED)), SINGLE, 4)
     assert all(p.grad is None for p in state.model.parameters())  # nothing for the next step
 

@@ -83,14 +83,15 @@ def check_resume(run: RunConfig, out: Path) -> None:
     check_same_optimizer(checkpoint_state.run, run, step)
     if run.train.steps is not None and step > run.train.steps:
         raise folder.Unusable(
-            f"the checkpoint is of step {step}, --train.steps is {run.train.steps}: give more, or "
-            f"export it (dolmen export {out} --to model/)"
+            f"the checkpoint is at step {step}, but --train.steps is {run.train.steps}: use a "
+            f"larger --train.steps, or export the checkpoint (dolmen export {out} --to model/)"
         )
     read = checkpoint_state.samples * run.sequence_length
     if run.train.tokens is not None and read > run.train.tokens:
         raise folder.Unusable(
-            f"the checkpoint of step {step} has read {read:,} tokens, --train.tokens is "
-            f"{run.train.tokens:,g}: give more, or export it (dolmen export {out} --to model/)"
+            f"the checkpoint of step {step} has read {read:,} tokens, but --train.tokens is "
+            f"{run.train.tokens:,g}: use a larger --train.tokens, or export the checkpoint "
+            f"(dolmen export {out} --to model/)"
         )
 
 
@@ -104,8 +105,8 @@ def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
         changed = [str(error)]
     if changed:
         raise folder.Unusable(
-            f"the checkpoint of step {step} is of another model ({'; '.join(changed[:3])}): resume "
-            "with the model it was trained with, or give another --out"
+            f"the checkpoint of step {step} belongs to another model ({'; '.join(changed[:3])}): "
+            "resume with the model it was trained with, or give another --out"
         )
 
 
@@ -116,9 +117,9 @@ def check_same_optimizer(saved: dict, run: RunConfig, step: int) -> None:
     before = saved.get("optimizer", {}).get("name", OptimizerConfig.name)  # there was one
     if before != run.optimizer.name:
         raise folder.Unusable(
-            f"the checkpoint of step {step} keeps the state of optimizer.name {before}, which "
-            f"{run.optimizer.name} cannot go on from: use --optimizer.name {before}, or give "
-            "another --out"
+            f"the checkpoint of step {step} has the optimizer state of {before}, from which "
+            f"optimizer.name {run.optimizer.name} cannot resume: use --optimizer.name {before}, "
+            "or give another --out"
         )
 
 

@@ -28,8 +28,8 @@ def check_init(resolved: ResolvedRun) -> None:
             for name, old, new in compare_fields(stated.model, source.model)
         )
         raise ValueError(
-            f"{init} holds weights of another model than the run's {changes}: leave out what "
-            "changes its shape, or train without --init"
+            f"{init} has weights of another shape than the run's {changes}: leave out the options "
+            "that change the shape, or train without --init"
         ) from None
     # stored router biases are part of the model: without them tokens go to other experts
     lost = stored.keys() - run.train.training.apply_to(run.spec).leaves.keys()
@@ -38,8 +38,7 @@ def check_init(resolved: ResolvedRun) -> None:
     if lost:
         raise ValueError(
             f"--init {init} has {plural(len(lost), 'bias', 'biases')} of routers, e.g. "
-            f"{min(lost)}, that without train.router.balance bias the run would lose: use "
-            "--train.router.balance bias"
+            f"{min(lost)}, which the run would drop: use --train.router.balance bias"
         )
     if run.training.fp8 is not None and run.training.fp8.delayed:
         _ = source.scaling  # raises ValueError for scales that are none
@@ -55,22 +54,25 @@ def check_new_rows(resolved: ResolvedRun) -> None:
         return
     new, share = run.train.new_rows, f"train.new-rows.share ({run.train.new_rows.share:g})"
     if run.init is None:
-        raise ValueError(f"{share}: without a model to start from every row is new: give --init")
+        raise ValueError(
+            f"{share} needs an initial model, without which every row is new: give --init"
+        )
     if run.optimizer.name != "adamw" or run.optimizer.from_init or run.training.adapter:
         raise ValueError(
-            f"{share} is AdamW's, which begins when all learns: leave out --optimizer.name "
-            f"{run.optimizer.name}, --optimizer.from-init and --adapter.rank, or the share"
+            f"{share} needs AdamW without initial state, on all weights: leave out "
+            f"--optimizer.name {run.optimizer.name}, --optimizer.from-init and --adapter.rank, or "
+            "the share"
         )
     first, rows = new.first, run.spec.vocab_size
     if first is None:
         raise ValueError(
-            f"{share}: {run.init} does not say which tokens are new, as what dolmen vocab extend "
-            "writes does: give --train.new-rows.first ID"
+            f"{share}: {run.init} was not written by dolmen vocab extend, which records the new "
+            "tokens: give --train.new-rows.first ID"
         )
     if first >= rows:
         raise ValueError(
-            f"train.new-rows.first ({first:,}) is over the last of the model's {rows:,} rows: set "
-            "the id of the first token that is new"
+            f"train.new-rows.first ({first:,}) exceeds the model's {rows:,} rows: set it to the "
+            "id of the first new token"
         )
 
 
@@ -83,7 +85,7 @@ def check_moments(resolved: ResolvedRun) -> None:
     if not resolved.inherits_moments:
         return
     if resolved.weights is None:
-        raise ValueError("optimizer.from-init reads the moments beside --init: give --init")
+        raise ValueError("optimizer.from-init reads the AdamW moments of --init: give --init")
     if run.training.adapter is not None:
         raise ValueError(
             f"adapter.rank ({run.adapter.rank}) freezes the weights that have moments: leave out "
@@ -93,12 +95,11 @@ def check_moments(resolved: ResolvedRun) -> None:
         moments = resolved.weights.moments
     except (ValueError, KeyError) as error:
         raise ValueError(
-            f"optimizer.from-init: {error.args[0]}; leave it out to begin without moments"
+            f"optimizer.from-init: {error.args[0]}; leave it out to start without moments"
         ) from None
     if moments is None:
         raise ValueError(
-            f"--init {run.init} has no moments of AdamW that dolmen reads: leave out "
-            "--optimizer.from-init"
+            f"--init {run.init} has no readable AdamW moments: leave out --optimizer.from-init"
         )
     if resolved.weights.spec.head != run.spec.head:
         raise ValueError(
@@ -115,21 +116,19 @@ def check_adapter(run: RunConfig) -> None:
         return
     prefix = f"adapter.rank ({run.adapter.rank}) freezes all weights but those of adapters"
     if run.init is None:
-        raise ValueError(
-            f"{prefix}, and without a model to start from they are random: give --init"
-        )
+        raise ValueError(f"{prefix}, which without an initial model are random: give --init")
     if run.adapter.frozen == "int8" and run.training.fp8 is not None:
         raise ValueError(
-            "adapter.frozen int8 holds the weights in eight bits that train.precision would round "
-            "in every product: leave out one of the two"
+            "adapter.frozen int8 and train.precision exclude each other: both quantise the frozen "
+            "weights; leave out one of the two"
         )
     if run.optimizer.name == "muon":
         raise ValueError(
-            f"{prefix}, and optimizer.name muon is for the matrices that are frozen: use "
+            f"{prefix}, but optimizer.name muon is for exactly these matrices: use "
             "--optimizer.name adamw"
         )
     if run.train.router.balance == "bias":
         raise ValueError(
-            f"{prefix}, and train.router.balance bias moves the biases of routers: use "
+            f"{prefix}, but train.router.balance bias adjusts router biases: use "
             "--train.router.balance loss, or none"
         )

@@ -36,10 +36,13 @@ def check_rollout(resolved: ResolvedRun) -> None:
     requirements = [run.objective.uses_rollouts, run.data.rows == "prompts", rewarded]
     if not any(requirements):
         if run.environment is not None:
-            raise ValueError(f"environment is {run.environment}: use dolmen train grpo, or ppo")
+            raise ValueError(
+                f"--environment {run.environment} is for RL: use dolmen train grpo or ppo, or "
+                "leave it out"
+            )
         if run.rollout != RolloutConfig():
             raise ValueError(
-                "rollout is of answers that the model draws: use dolmen train grpo, or ppo"
+                "--rollout.* options are for RL: use dolmen train grpo or ppo, or leave them out"
             )
         return
     if all(requirements[:2]) and not rewarded:
@@ -50,33 +53,31 @@ def check_rollout(resolved: ResolvedRun) -> None:
     if not all(requirements):
         raise ValueError(
             f"objective.name {run.objective.name}, data.rows {run.data.rows} and reward "
-            f"{' '.join(run.reward) or 'none'} do not belong together: grpo and ppo are of "
-            "prompts, and of a reward of answers to them (--reward exact, gsm8k, stub, "
-            "regex:PATTERN, MODULE:FUNCTION or the folder of a reward model)"
+            f"{' '.join(run.reward) or 'none'} do not fit together: grpo and ppo need --data.rows "
+            "prompts and a reward (--reward exact, gsm8k, stub, regex:PATTERN, MODULE:FUNCTION or "
+            "the folder of a reward model)"
         )
     _check_rewards(resolved)
     if run.objective.name == "grpo":
         check_group_size(run.rollout)
     if run.rollout.distills and (run.reward or run.objective.reference is None):
         raise ValueError(
-            "rollout.advantage-estimator distillation learns from what --objective.reference "
-            "says of each token, "
-            f"and from no reward: objective.reference is {run.objective.reference or 'none'}, "
-            f"reward {' '.join(run.reward) or 'none'}"
+            "rollout.advantage-estimator distillation needs --objective.reference (the teacher) "
+            f"and no --reward: objective.reference is {run.objective.reference or 'none'}, reward "
+            f"{' '.join(run.reward) or 'none'}"
         )
     # raises ValueError where the iteration does not fit the batch, or is too far off-policy
     run.rollout.updates(run.train.global_batch_size)
     if run.rollout.needs_reference and run.init is None and run.objective.reference is None:
         raise ValueError(
             f"rollout.beta ({run.rollout.beta}) or reward-kl-coef ({run.rollout.reward_kl_coef}) "
-            "weighs a KL "
-            "from the model that the run begins with, which is random: give --init or "
+            "needs a reference model, but the initial model is random: give --init or "
             "--objective.reference, or leave it out"
         )
     if run.rollout.temperature != 1 and run.spec.head.soft_cap is not None:
         raise ValueError(
-            f"rollout.temperature ({run.rollout.temperature}) is not for logits with a soft cap "
-            f"({run.spec.head.soft_cap}): use 1"
+            f"rollout.temperature ({run.rollout.temperature}) is not supported for logits with a "
+            f"soft cap ({run.spec.head.soft_cap}): use 1"
         )
     if run.rollout.routing_replay:
         _check_replay(run)
@@ -103,20 +104,18 @@ def _check_replay(run: RunConfig) -> None:
     """
     if not run.spec.experts:
         raise ValueError(
-            "rollout.routing-replay keeps which experts tokens go to, and the model has none: "
-            "leave it out"
+            "rollout.routing-replay is for MoE models, but the model has no experts: leave it out"
         )
     if run.train.compile:
         raise ValueError(
-            "rollout.routing-replay looks into layers that train.compile makes one program of: "
-            "leave one of the two out"
+            "rollout.routing-replay and train.compile exclude each other: leave one of the two out"
         )
     router = run.train.router
     if router.balance == "bias" and router.bias_rate:
         raise ValueError(
-            "rollout.routing-replay keeps which experts tokens go to for a whole phase, and "
-            f"train.router.balance bias would move by {router.bias_rate:g} in each update what "
-            "none of them follows: use --train.router.balance loss, or --train.router.bias-rate 0"
+            "rollout.routing-replay fixes the routing for an iteration, so train.router.balance "
+            f"bias (bias-rate {router.bias_rate:g}) would adjust biases without effect: use "
+            "--train.router.balance loss, or --train.router.bias-rate 0"
         )
 
 
@@ -125,13 +124,13 @@ def _check_layout(run: RunConfig) -> None:
     world, tp = run.layout.world, run.rollout.tp or run.layout.tp
     if world % tp:
         raise ValueError(
-            f"rollout.tp ({tp}) does not divide the run's "
+            f"rollout.tp ({tp}) is not a divisor of the run's "
             f"{plural(world, 'process', 'processes')}: set another --rollout.tp"
         )
     try:
         Layout(tp=tp, dp=world // tp).check_model(run.spec)
     except ValueError as error:
-        raise ValueError(f"of --rollout.tp {tp}: {error}") from None
+        raise ValueError(f"--rollout.tp {tp}: {error}") from None
 
 
 def check_group_size(config: RolloutConfig) -> None:
@@ -146,9 +145,9 @@ def check_group_size(config: RolloutConfig) -> None:
         )
     if config.num_generations < 2 and config.max_resamples:
         raise ValueError(
-            f"rollout.max-resamples ({config.max_resamples}) resamples groups of equal rewards, "
-            f"and with rollout.num-generations {config.num_generations} every group is one: set "
-            "--rollout.max-resamples 0, or more generations"
+            f"rollout.max-resamples ({config.max_resamples}) replaces groups with equal rewards, "
+            f"but with rollout.num-generations {config.num_generations} every group has equal "
+            "rewards: set --rollout.max-resamples 0, or more generations"
         )
 
 
@@ -162,14 +161,14 @@ def check_reward_model(resolved: ResolvedRun, name: str) -> None:
     if spec.max_position_embeddings <= run.sequence_length:
         raise ValueError(
             f"reward {name} reads {spec.max_position_embeddings} tokens "
-            f"(max_position_embeddings), and a prompt with its answer may have one more than "
+            "(max_position_embeddings), but a prompt with its completion may have one more than "
             f"train.sequence-length ({run.sequence_length}): set --train.sequence-length "
             f"{spec.max_position_embeddings - 1} or less"
         )
     try:
         run.layout.check_model(spec)
     except ValueError as error:
-        raise ValueError(f"of --reward {name}: {error}") from None
+        raise ValueError(f"--reward {name}: {error}") from None
 
 
 def check_ppo(resolved: ResolvedRun) -> None:
@@ -182,27 +181,27 @@ def check_ppo(resolved: ResolvedRun) -> None:
         for section, own in (("ppo", PPOConfig()), ("critic", CriticConfig())):
             if vars(run)[section] != own:
                 raise ValueError(
-                    f"{section} is of a policy that learns with a critic, and objective.name is "
-                    f"{run.objective.name}: use dolmen train ppo, or leave it out"
+                    f"{section} is for PPO, but objective.name is {run.objective.name}: use "
+                    "dolmen train ppo, or leave it out"
                 )
         return
     for name in REPLACED_BY_CRITIC:
         value = vars(run.rollout)[name]
         if value != vars(RolloutConfig)[name]:
             raise ValueError(
-                f"rollout.{name.replace('_', '-')} is {value}, which is of grpo: of ppo leave it "
-                "out (--ppo says how it learns)"
+                f"rollout.{name.replace('_', '-')} is {value}, which is for grpo: leave it out "
+                "(see --ppo.*)"
             )
     if run.critic.warmup_steps and run.steps is not None and run.critic.warmup_steps >= run.steps:
         raise ValueError(
-            f"critic.warmup-steps ({run.critic.warmup_steps}) are all of the run's {run.steps} "
-            "steps, and the model learns in none: set fewer, or more --train.steps"
+            f"critic.warmup-steps ({run.critic.warmup_steps}) covers all of the run's {run.steps} "
+            "steps, so the policy is never trained: use fewer, or more --train.steps"
         )
     answers = run.rollout.completions(run.train.global_batch_size)
     if run.ppo.kl_target is not None and run.ppo.kl_horizon <= MAX_KL_ERROR * answers:
         raise ValueError(
-            f"ppo.kl-horizon ({run.ppo.kl_horizon:g}) is so short that an iteration of {answers} "
-            "completions may change the sign of ppo.kl-coef: set one over "
+            f"ppo.kl-horizon ({run.ppo.kl_horizon:g}) is too short: an iteration of {answers} "
+            "completions could make ppo.kl-coef negative; use more than "
             f"{MAX_KL_ERROR * answers:g}"
         )
     check_critic(resolved)
@@ -216,13 +215,13 @@ def check_critic(resolved: ResolvedRun) -> None:
     ours, theirs = run.spec, resolved.critic.spec
     if theirs.vocab_size != ours.vocab_size:
         raise ValueError(
-            f"critic.init {run.critic.init} has a vocab_size of {theirs.vocab_size:,}, the model "
-            f"{ours.vocab_size:,}: give a critic of the same tokens"
+            f"critic.init {run.critic.init} has a vocab_size of {theirs.vocab_size:,}, but the "
+            f"model has {ours.vocab_size:,}: give a critic with the same vocabulary"
         )
     if differences := _shape_differences(run, resolved.critic):
         raise ValueError(
-            f"critic.init {run.critic.init} has another shape than the model ({differences}): give "
-            "one of the model's own, or leave it out to begin as the model does"
+            f"critic.init {run.critic.init} has another shape than the model ({differences}): "
+            "give one of the model's shape, or leave it out to start from the model's weights"
         )
 
 

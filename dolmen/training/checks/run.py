@@ -52,20 +52,20 @@ def check_finish(config: RunConfig) -> None:
     if model_spec.both_ways and (finish.sample is not None or finish.compressors):
         option = "compressors" if finish.sample is None else "sample"
         raise ValueError(
-            f"finish.{option} is for models that predict the next token, and {model.model_type} "
-            "fills in masked ones: leave it out"
+            f"finish.{option} is for causal language models, but {model.model_type} is a masked "
+            "language model: leave it out"
         )
     if config.evaluate.enabled and (
         model_spec.both_ways or not isinstance(model_spec.head, LMHeadSpec)
     ):
         raise ValueError(
-            f"evaluate.tasks and samples are for models that predict the next token, and "
-            f"{model.model_type} does not: leave them out"
+            "evaluate.tasks and evaluate.samples are for causal language models, which "
+            f"{model.model_type} is not: leave them out"
         )
     if isinstance(model_spec.head, ScalarHeadSpec) and (finish.verify or finish.sample is not None):
         raise ValueError(
-            "finish.verify and finish.sample are of models that predict tokens, and a reward "
-            "model ends in one number: leave them out"
+            "finish.verify and finish.sample need a language model, but a reward model has a "
+            "scalar head: leave them out"
         )
 
 
@@ -120,8 +120,8 @@ def check_precision(config: RunConfig) -> None:
     """
     if config.optimizer.muon.dtype == "bfloat16" and config.train.dtype == "float64":
         raise ValueError(
-            "optimizer.muon.dtype bfloat16 keeps 8 bits of the 53 of train.dtype float64: use "
-            "--optimizer.muon.dtype float32, which of float64 rounds nothing"
+            "optimizer.muon.dtype bfloat16 is too coarse for train.dtype float64: use "
+            "--optimizer.muon.dtype float32, which keeps float64 here"
         )
     recipe, layout = config.training.fp8, config.layout
     if recipe is None:
@@ -131,8 +131,8 @@ def check_precision(config: RunConfig) -> None:
         fp8 = config.train.fp8
         raise ValueError(
             f"train.fp8.first-layers ({fp8.first_layers}) and train.fp8.last-layers "
-            f"({fp8.last_layers}) leave none of the {config.spec.layers} layers: set fewer, "
-            "or leave out --train.precision"
+            f"({fp8.last_layers}) leave none of the {config.spec.layers} layers in fp8: set "
+            "fewer, or leave out --train.precision"
         )
     check_fp8_sharding(specs, {"tp": layout.tp})
     length = config.sequence_length
@@ -170,21 +170,21 @@ def check_agreement(config: RunConfig) -> None:
     if train.epochs is not None and (train.steps is not None or train.tokens is not None):
         other = "tokens" if train.steps is None else "steps"
         raise ValueError(
-            f"train.epochs ({train.epochs:g}) and train.{other} ({getattr(train, other):,g}) each "
-            f"say how long the run is: leave one out, or set --train.{other} None"
+            f"train.epochs ({train.epochs:g}) and train.{other} ({getattr(train, other):,g}) both "
+            f"set the length of the run: leave one out, or set --train.{other} None"
         )
     if train.steps is not None and train.tokens is not None:
         # as many steps as --train.tokens alone would give
         steps = replace(config, train=replace(train, steps=None)).steps
         if steps != train.steps:
             raise ValueError(
-                f"train.steps is {train.steps:,}, and train.tokens ({train.tokens:,g}) are "
+                f"train.steps is {train.steps:,}, but train.tokens ({train.tokens:,g}) are "
                 f"{steps:,}: {a_step}; leave one out, or set --train.steps {steps}"
             )
     if optimizer.warmup_steps and optimizer.warmup_tokens is not None:
         if config.warmup_steps != optimizer.warmup_steps:
             raise ValueError(
-                f"optimizer.warmup-steps is {optimizer.warmup_steps:,}, and "
+                f"optimizer.warmup-steps is {optimizer.warmup_steps:,}, but "
                 f"optimizer.warmup-tokens ({optimizer.warmup_tokens:,g}) are "
                 f"{config.warmup_steps:,g}: {a_step}; leave one out, or set "
                 "--optimizer.warmup-steps 0"
@@ -195,7 +195,7 @@ def check_profile(config: RunConfig, steps: int) -> None:
     """Raise Unusable where the step to be profiled is after the last of `steps`."""
     if config.log.profile is not None and config.log.profile > steps:
         raise folder.Unusable(
-            f"log.profile ({config.log.profile}) is over the run's {steps} steps: use "
+            f"log.profile ({config.log.profile}) exceeds the run's {steps} steps: use "
             f"--log.profile {steps} or less, or --train.steps {config.log.profile} or more"
         )
 
@@ -208,15 +208,15 @@ def check_objective(resolved: ResolvedRun) -> None:
     objective, rows = config.objective, config.data.rows
     wanted = objective.rows or (rows if rows in ("text", "chats") else "chats")
     if rows != wanted:
-        kind = f" of type {objective.loss_type}" if objective.name == "dpo" else ""
+        kind = f" with loss-type {objective.loss_type}" if objective.name == "dpo" else ""
         raise ValueError(
-            f"objective.name {objective.name}{kind} and data.rows {rows} do not belong together: "
-            f"use --data.rows {wanted}, or another objective"
+            f"objective.name {objective.name}{kind} and data.rows {rows} do not fit together: use "
+            f"--data.rows {wanted}, or another objective"
         )
     if objective.name != "reward" and isinstance(config.spec.head, ScalarHeadSpec):
         raise ValueError(
-            f"objective.name {objective.name} is of tokens, and the model ends in one number, as a "
-            "reward model does: use --objective.name reward, or start from another --init"
+            f"objective.name {objective.name} needs an LM head, but the model has a scalar head "
+            "(a reward model): use --objective.name reward, or start from another --init"
         )
     check_reference(resolved)
     if rows in ("pairs", "completions"):
@@ -230,14 +230,13 @@ def check_pairs(config: RunConfig) -> None:
     batch = config.train.global_batch_size // (config.layout.dp or 1)
     if batch % 2 or config.microbatch_size % 2:
         raise ValueError(
-            f"a pair takes two sequences, and a process has {batch} of them "
+            f"a pair is two sequences, but a process has {batch} of them "
             f"({config.microbatch_size} at once): use an even --train.global-batch-size per "
             "process, and an even --train.microbatch-size"
         )
     if config.objective.name == "dpo" and config.init is None:
         raise ValueError(
-            "objective.name dpo is learned from completions, and a random model writes none: give "
-            "--init"
+            "objective.name dpo needs a trained model, but the initial model is random: give --init"
         )
 
 
@@ -249,7 +248,7 @@ def check_reference(resolved: ResolvedRun) -> None:
     if other != own:
         raise ValueError(
             f"objective.reference {resolved.config.objective.reference} has a vocab_size of "
-            f"{other:,}, the model {own:,}: give a reference of the same tokens"
+            f"{other:,}, but the model has {own:,}: give a reference with the same vocabulary"
         )
 
 

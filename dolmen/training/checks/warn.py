@@ -44,7 +44,7 @@ def warmup_over_run(run: RunConfig, steps: int) -> str | None:
     if warmup <= steps:
         return None
     return (
-        f"optimizer.warmup-steps ({warmup}) is over the run's {plural(steps, 'step')}: the "
+        f"optimizer.warmup-steps ({warmup}) exceeds the run's {plural(steps, 'step')}: the "
         f"learning rate ends at {lr * steps / warmup:.3g} and never reaches {lr:g}; set "
         f"--optimizer.warmup-steps {max(1, steps - 1)} or less, or --train.steps over {warmup}"
     )
@@ -59,7 +59,7 @@ def batch_over_epoch(run: RunConfig, loader: Loader) -> str | None:
     # sequences of an epoch of the source that lasts longest
     most = int(batch / passes)
     return (
-        f"train.global-batch-size ({batch:,}) is over an epoch of the training data "
+        f"train.global-batch-size ({batch:,}) exceeds an epoch of the training data "
         f"({plural(most, 'sequence')}): each step reads every sequence {passes:.3g} times; set "
         f"--train.global-batch-size {most} or less, or give more data"
     )
@@ -72,8 +72,8 @@ def no_replay_source(run: RunConfig, loader: Loader) -> str | None:
     if not run.train.new_rows.share or len(loader.mixture.parts) > 1:
         return None
     return (
-        "data.path is one source: a model that reads a new language alone unlearns the old one; "
-        "replay text of it in a share, as --data.path 0.8:NEW 0.2:OLD"
+        "data.path has only one source: a model trained only on a new language forgets the old "
+        "one; mix in some old text, such as --data.path 0.8:NEW 0.2:OLD"
     )
 
 
@@ -85,11 +85,11 @@ def one_validation_source(run: RunConfig, loader: Loader) -> str | None:
         return None
     single = run.data.validation is not None
     return (
-        "log.validate-sources tells the validation loss of each source of data.path, and "
+        "log.validate-sources reports the validation loss per source of data.path, but "
         + (
-            "data.validation is one text for all"
+            "data.validation is not per source"
             if single
-            else "fewer than two of them have held-out text"
+            else "fewer than two sources have validation text"
         )
         + ": "
         + ("leave it out" if single else "set a larger --data.validation-fraction")
@@ -124,8 +124,8 @@ def profile_out_of_range(run: RunConfig, step: int, steps: int) -> str | None:
     if number is None or step < number <= steps:
         return None
     return (
-        f"log.profile ({number}) is not profiled: the run goes from step {step + 1} to {steps}; "
-        f"set --log.profile {min(step + 2, steps)}"
+        f"log.profile ({number}) is not profiled: the run is from step {step + 1} to {steps}; set "
+        f"--log.profile {min(step + 2, steps)}"
     )
 
 
@@ -137,8 +137,8 @@ def unused_rows(vocab_size: int, tokens: int) -> str | None:
     if unused <= max(UNUSED_ROWS, UNUSED_SHARE * vocab_size):
         return None
     return (
-        f"vocab_size {vocab_size:,}, the tokenizer has {tokens:,}: {unused:,} rows of the "
-        f"embedding are never used; set --model.vocab-size {tokens}"
+        f"vocab_size is {vocab_size:,}, but the tokenizer has only {tokens:,} tokens: {unused:,} "
+        f"rows of the embedding are never used; set --model.vocab-size {tokens}"
     )
 
 
@@ -153,13 +153,13 @@ def small_validation_split(run: RunConfig, loader: Loader) -> str | None:
     if not held or (held >= batch and share >= requested / 5):
         return None
     share_text = "text" if unit == "token" else f"{unit}s"
-    shares = f" ({share:.2%} of the {share_text}, {requested:.2%} asked for)" if requested else ""
+    shares = f" ({share:.2%} of the {share_text}, {requested:.2%} requested)" if requested else ""
     option = (
         "a larger --data.validation-fraction, or give --data.validation" if requested else "more"
     )
     return (
-        f"the validation text has {plural(held, unit)}{shares}, and a batch {batch:,}: its "
-        f"loss says little; use {option}" + ("" if requested else " text in --data.validation")
+        f"the validation text has {plural(held, unit)}{shares}, and a batch {batch:,}: its loss "
+        f"is noisy; use {option}" + ("" if requested else " text in --data.validation")
     )
 
 
@@ -172,23 +172,26 @@ def logprob_mismatch(run: RunConfig, metrics: Mapping[str, float], step: int) ->
         return None
     message = f"after step {step} trainer and generator disagree: a log-probability is "
     if math.isnan(ratio):
-        return f"{message}no number ({MISMATCH}), and nothing can be learned from it"
+        return f"{message}not finite ({MISMATCH})"
     message += (
-        f"{ratio:.3g} times as far off as is allowed ({MISMATCH}), all of them by "
-        f"{metrics['rollout/logprob_difference']:.2g} in the mean"
+        f"{ratio:.3g} times as far off as expected ({MISMATCH}), on average by "
+        f"{metrics['rollout/logprob_difference']:.2g}"
     )
     if run.train.dtype in ("bfloat16", "float16"):
         capped = run.objective.name != "grpo" or run.rollout.importance_sampling_cap is not None
         weighed = (
-            "" if capped else "--rollout.importance-sampling-cap 2 weighs each token by that, and "
+            ""
+            if capped
+            else "--rollout.importance-sampling-cap 2 corrects for it by weighting tokens, and "
         )
         return (
-            f"{message}. Rounding to {run.train.dtype} alone does so: {weighed}--train.dtype "
-            "float32 shows whether there is more"
+            f"{message}. Rounding to {run.train.dtype} can explain it: {weighed}--train.dtype "
+            "float32 shows whether there is another cause"
         )
     return (
-        f"{message}. In {run.train.dtype} nothing but a fault does so, and what is learned is not "
-        "what was drawn: look whether the number grows with the steps (weights that draw are "
-        "stale: compare --rollout.tp 1), with the length of answers (positions, or the cache), or "
-        "with the layout (compare one process), and whether `dolmen verify` of the export agrees"
+        f"{message}. In {run.train.dtype} this indicates a fault: the policy is trained on other "
+        "probabilities than were sampled from. Check whether it grows with the steps (stale "
+        "rollout weights: compare --rollout.tp 1), with the length of completions (positions or "
+        "KV cache) or with the layout (compare one process), and whether `dolmen verify` of the "
+        "export agrees"
     )
