@@ -188,7 +188,7 @@ def read_foreign(file: Path) -> Foreign:
         for name, place in others.items():
             _check_place(name, place, 0)
     except Exception as error:  # a damaged pickle can raise almost anything
-        raise refuse(file, f"is not read: {error}") from error
+        raise refuse(file, f"cannot be read: {error}") from error
     return Foreign(tensors, places, others)
 
 

@@ -172,8 +172,6 @@ def _print_completions(options: GenerateConfig, mesh: Mesh) -> int:
                 engine.require_finite(output.finished)
         finally:
             printer.end()
-        if mesh.first:
-            print(running.usage, file=sys.stderr)  # not among the text
     return 0
 
 

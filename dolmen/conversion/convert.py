@@ -93,7 +93,8 @@ def export_model(
     _optimizer_state(opened, "hf")
     _check_scales(opened, {}, "hf")
     hf_export.write(cast_source(opened, wanted), to, wanted)
-    return opened.title
+    merged = isinstance(opened, checkpoint.RunCheckpoint) and opened.adapter is not None
+    return f"{opened.title}, with its adapters merged" if merged else opened.title
 
 
 def _open_critic(opened: ModelSource) -> ModelSource:

@@ -177,7 +177,7 @@ class Loader(ABC):
 
     @property
     def unit(self) -> str:
-        """Name of one prediction, for reports: "token", or "answer" for reward models."""
+        """Name of one prediction, for reports: "token", or "completion" for reward models."""
         return "token"
 
     @property

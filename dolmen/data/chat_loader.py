@@ -1,6 +1,6 @@
 """Builds the loader of chats, preference pairs and completions from the data options: the training
 and validation examples, and their description for the header of a run. Two consecutive examples
-are a pair: the chosen answer and the rejected one.
+are a pair: the chosen completion and the rejected one.
 """
 
 from dataclasses import replace
@@ -31,17 +31,19 @@ class ChatLoader(Loader):
 
     @property
     def unit(self) -> str:
-        """ "answer" for reward models, which are trained on one number per answer, else "token"."""
-        return "answer" if self.validation.say == "end" else "token"
+        """ "completion" for reward models, which are trained on one number per completion, else
+        "token".
+        """
+        return "completion" if self.validation.say == "end" else "token"
 
     def validation_share(self, sequence_length: int) -> tuple[float, int]:
-        """Return (held-out fraction, predictions per training batch), counted in answers for reward
-        models.
+        """Return (held-out fraction, predictions per training batch), counted in completions for
+        reward models.
         """
         if self.unit == "token":
             return super().validation_share(sequence_length)
         training, held = len(self.mixture.chosen), len(self.validation.chosen)
-        # answers per batch: rows hold several
+        # completions per batch: rows hold several
         batch = self.global_batch_size * training / len(self.mixture.rows)
         return held / (training + held), round(batch)
 
@@ -143,7 +145,7 @@ def _describe(mixture: PackedRows, validation: PackedRows, config: DataConfig) -
             held = plural(len(validation.chosen) // 2, "pair")
         case "completions":
             training, changes = describe_completions(mixture), []
-            held = plural(len(validation.chosen) // 2, "answer")
+            held = plural(len(validation.chosen) // 2, "completion")
         case _:
             training, *changes = describe_chats(mixture, config)
             held = f"{plural(len(validation.chosen), 'chat')}, {validation.tokens:,} tokens"
@@ -268,7 +270,7 @@ def _useful(examples: Examples, pairs: bool, say: Say) -> np.ndarray:
 
 
 def _hashes(examples: Examples, pairs: bool) -> np.ndarray:
-    """Hashes of the tokens of examples, or of the chosen answers of pairs."""
+    """Hashes of the tokens of examples, or of the chosen completions of pairs."""
     # even: chosen, odd: rejected
     return examples.hashes[0::2] if pairs else examples.hashes
 
@@ -313,8 +315,8 @@ def mark_trained(examples: Examples, index: int, tokenizer: PreTrainedTokenizer)
 def pairs_of(
     examples: Examples, pairs: np.ndarray, sequence_length: int, packing: bool, say: Say, seed: int
 ) -> PackedRows:
-    """Pack preference pairs (indices `pairs`) into rows: the two answers of each into two
-    consecutive rows, at the same place in the order of each; SIDE says which answer is where.
+    """Pack preference pairs (indices `pairs`) into rows: the two completions of each into two
+    consecutive rows, at the same place in the order of each; SIDE says which completion is where.
     """
     # examples 2 i and 2 i + 1 are chosen and rejected
     both = np.stack((2 * pairs, 2 * pairs + 1), 1).reshape(-1)
@@ -365,7 +367,7 @@ def append_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
         return examples.tokens[span], trained, int(np.argmax(trained > 0))
 
     tokens, marks = [examples.tokens], [examples.trained]
-    # the next chosen one, the last with the first: each answer is used once
+    # the next chosen one, the last with the first: each completion is used once
     for index, other in zip(chosen, np.roll(chosen, -1), strict=True):
         (own, trained, first), (theirs, said, begin) = parts(int(index)), parts(int(other))
         tokens.append(np.concatenate((own[:first], theirs[begin:])))
@@ -385,18 +387,18 @@ def append_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
 
 
 def useful(examples: Examples, say: Say) -> np.ndarray:
-    """Mask [pairs]: True if the two answers differ and each has a trained token; for a scalar head
-    also if neither is truncated.
+    """Mask [pairs]: True if the two completions differ and each has a trained token; for a scalar
+    head also if neither is truncated.
     """
     each = examples.predictions() > 0
     if say == "end":
-        # a truncated answer has no end to read the reward at
+        # a truncated completion has no end to read the reward at
         each = each & ~examples.long
     return each.reshape(-1, 2).all(1) & ~equal(examples)
 
 
 def equal(examples: Examples) -> np.ndarray:
-    """Mask [pairs]: True if both answers are equal."""
+    """Mask [pairs]: True if both completions are equal."""
     return examples.hashes[0::2] == examples.hashes[1::2]
 
 
@@ -427,12 +429,13 @@ def describe_pairs(mixture: PackedRows) -> list[str]:
 
 def describe_completions(mixture: PackedRows) -> str:
     """Line for the run's header: the training completions and how many are desirable."""
-    answers = mixture.chosen[0::2]  # behind each, the one to another prompt
+    completions = mixture.chosen[0::2]  # behind each, the one to another prompt
     examples = mixture.examples
+    desirable = int((examples.said[completions] > 0).sum())
     return (
-        f"{examples.name}: {plural(len(answers), 'answer')} to train on of "
-        f"{len(examples) - len(answers):,}, of which {int((examples.said[answers] > 0).sum()):,} "
-        "are desirable, each paired with one to another prompt, "
+        f"{examples.name}: {plural(len(completions), 'completion')} to train on of "
+        f"{len(examples) - len(completions):,}, of which {desirable:,} are desirable, each "
+        "paired with one to another prompt, "
         f"{plural(len(mixture.rows), 'sequence')} of {mixture.sequence_length} per epoch, "
         f"{mixture.full:.1%} full"
     )

@@ -72,7 +72,7 @@ def pairs(
     source: DataSource, option: str = "--data.path", max_bytes: int | None = None
 ) -> Iterator[Chat]:
     """Yield two chats for each row of `source`: prompt with the chosen, then with the rejected
-    answer. Raises ValueError, naming the row, for one without two answers.
+    completion. Raises ValueError, naming the row, for one without two completions.
     """
     for row, where in rows(source, option, max_bytes):
         yield from pair_of(row, where)
@@ -82,7 +82,7 @@ def completions(
     source: DataSource, option: str = "--data.path", max_bytes: int | None = None
 ) -> Iterator[Chat]:
     """Yield a chat per completion of `source`, labelled 1 (desirable) or -1; a row with a chosen
-    and a rejected answer gives two. Raises as `pairs`.
+    and a rejected completion gives two. Raises as `pairs`.
     """
     for row, where in rows(source, option, max_bytes):
         if row.get("completion") is None and row.get("chosen") is not None:
@@ -94,13 +94,13 @@ def completions(
 
 
 def pair_of(row: dict[str, Any], where: str) -> tuple[Chat, Chat]:
-    """Return the chats with the chosen and the rejected answer of a row, both with its margin.
-    Raises Refused, naming `where`, for a row without two answers, or without a prompt.
+    """Return the chats with the chosen and the rejected completion of a row, both with its margin.
+    Raises Refused, naming `where`, for a row without two completions, or without a prompt.
     """
     row = {name: value for name, value in row.items() if value is not None}
     gate.check_schema(row, where, PAIR_ROW)
     margin = float(row.get("margin", 0.0))
-    chosen, rejected = (_join_answer(row, name, where) for name in ("chosen", "rejected"))
+    chosen, rejected = (_join_completion(row, name, where) for name in ("chosen", "rejected"))
     return replace(chosen, said=margin), replace(rejected, said=margin)
 
 
@@ -110,12 +110,12 @@ def completion_of(row: dict[str, Any], where: str) -> Chat:
     """
     row = {name: value for name, value in row.items() if value is not None}
     gate.check_schema(row, where, COMPLETION_ROW)
-    return replace(_join_answer(row, "completion", where), said=1.0 if row["label"] else -1.0)
+    return replace(_join_completion(row, "completion", where), said=1.0 if row["label"] else -1.0)
 
 
-def _join_answer(row: dict[str, Any], name: str, where: str) -> Chat:
-    """Join a row's prompt (and system message) with the answer in its field `name`, which may also
-    be the whole chat. Raises Refused where it does not end with an answer of the assistant.
+def _join_completion(row: dict[str, Any], name: str, where: str) -> Chat:
+    """Join a row's prompt (and system message) with the completion in its field `name`, which may
+    also be the whole chat. Raises Refused where it does not end with a turn of the assistant.
     """
     # text, or messages
     prompt = row.get("prompt", [])
@@ -124,11 +124,11 @@ def _join_answer(row: dict[str, Any], name: str, where: str) -> Chat:
     if row.get("system"):
         prompt = [{"role": "system", "content": row["system"]}, *prompt]
     # text, or messages
-    answer = row[name]
-    if isinstance(answer, str):
-        answer = [{"role": ASSISTANT, "content": answer}]
+    completion = row[name]
+    if isinstance(completion, str):
+        completion = [{"role": ASSISTANT, "content": completion}]
     # a whole chat, or what follows the prompt
-    whole = answer if answer[: len(prompt)] == prompt else [*prompt, *answer]
+    whole = completion if completion[: len(prompt)] == prompt else [*prompt, *completion]
     if len(whole) < 2 or whole[-1]["role"] != ASSISTANT:
         raise gate.refuse(
             where,
@@ -308,7 +308,7 @@ def open_examples(
 
 def _refuse_all_or_none(index: dict, train_on: MaskingStrategy, name: str, option: str) -> None:
     """Raises ValueError where no token would be trained, or (unless `train_on` is "all") all,
-    which means that the template does not tell answers from questions.
+    which means that the template does not separate completions from prompts.
     """
     counts = f"{option} {name}: of {plural(index['tokens'], 'token')} of chats"
     how = f"--data.masking-strategy {train_on}"

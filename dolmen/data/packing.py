@@ -5,8 +5,8 @@ Examples of any length packed into rows of one: best fit decreasing (Johnson, 19
 The longest first, each into the row with the least room that it fits in, else into a new one: never
 more than 11/9 of the fewest rows there could be, and in practice within a percent.
 
-What goes together, as two answers to a prompt, is packed into rows that lie side by side, a piece
-into each: the longest into the row with the most room, so that such rows are filled alike.
+What goes together, as two completions to a prompt, is packed into rows that lie side by side, a
+piece into each: the longest into the row with the most room, so that such rows are filled alike.
 
 Chats in packed rows, as batches.
 
@@ -131,9 +131,9 @@ def shuffle_row(number: int, size: int, seed: int) -> int:
 
 class PackedRows:
     """Examples `chosen`, packed into rows of `sequence_length`, or one per row without `packing`.
-    Examples that belong together (the two answers of a pair: `together` is 2) are consecutive in
-    `chosen`, and lie in consecutive rows in the same order. `said`: a number per example that the
-    batch carries for each of its tokens.
+    Examples that belong together (the two completions of a pair: `together` is 2) are consecutive
+    in `chosen`, and lie in consecutive rows in the same order. `said`: a number per example that
+    the batch carries for each of its tokens.
     """
 
     bytes = None

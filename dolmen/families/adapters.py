@@ -73,7 +73,7 @@ class AdapterConfig:
         highest = max(min(model.spec.leaves[name].shape[-2:]) for name in names)
         if self.rank > highest:
             raise ValueError(
-                f"adapter.rank is {self.rank}: no matrix of adapter.targets has a rank over "
+                f"adapter.rank is {self.rank}: the matrices of adapter.targets have at most rank "
                 f"{highest}; set --adapter.rank {highest} or less, such as 8"
             )
         return LoraSpec(self.rank, self.alpha, names, self.frozen, self.scaling, self.kind)
@@ -86,13 +86,13 @@ def targets(model: Model, names: Collection[str]) -> frozenset[str]:
     known = _module_weights(model)
     if unknown := sorted(set(names) - known.keys() - {ALL}):
         head = (
-            ": the head is computed together with its loss and takes no adapter yet"
+            ": adapters of the LM head are not supported"
             if unknown[0] == _module_name(weight_map(model).head)
             else ""
         )
         raise ValueError(
-            f"adapter.targets has {unknown[0]}, which is no layer of {model.model_type} that takes "
-            f"an adapter{head}: choose of {', '.join(known)}, or {ALL}"
+            f"adapter.targets has {unknown[0]}, which is not a layer of {model.model_type} that "
+            f"can have an adapter{head}: choose from {', '.join(known)}, or {ALL}"
         )
     wanted = known if ALL in names else names
     return frozenset(weight for name in wanted for weight in known[name])

@@ -46,8 +46,8 @@ def read(config: dict[str, Any]) -> ModelSpec:
     """
     if config["z_loss_weight"]:
         raise ValueError(
-            f"z_loss_weight is {config['z_loss_weight']}: dolmen trains without a loss of the "
-            "largest logits; set --model.z-loss-weight 0"
+            f"z_loss_weight is {config['z_loss_weight']}: max-z loss is not supported; set "
+            "--model.z-loss-weight 0"
         )
     said = {**config, **assume_variant(config)}
     heads, size = config["num_attention_heads"], common.head_size(config, FIELDS)
@@ -98,21 +98,21 @@ FIELDS = (
         LONGEST[0],
         optional(kinds.POSITIONS),
         None,
-        "Longest sequence, tokens; ALiBi itself goes on.",
+        "Maximum sequence length in tokens (ALiBi itself has no limit).",
         spell=_longest,
     ),
-    Field(LONGEST[1], optional(kinds.POSITIONS), None, "The same, as 13B calls it."),
+    Field(LONGEST[1], optional(kinds.POSITIONS), None, "The same, by the name of the 13B model."),
     Field(
         "z_loss_weight",
         optional(Real(0)),
         None,
-        "Weight in the loss of the mean squared largest logit; dolmen trains without.",
+        "Weight of the max-z loss (mean squared largest logit); only 0 is supported.",
     ),
     Field(
         "head",
         optional(String(HEADS)),
         None,
-        "normalised: each row of the head counts by its direction, at length 1 (Baichuan 2).",
+        "normalised: rows of the head are scaled to norm 1 (Baichuan 2).",
         ours=True,
     ),
     Field(

@@ -39,8 +39,8 @@ FIELDS = (
         "Activation of the feed-forward layer and of the head: gelu (the exact erf form), "
         "gelu_new, relu, silu.",
     ),
-    Field("max_position_embeddings", kinds.POSITIONS, 512, "Rows of the table of positions."),
-    Field("type_vocab_size", kinds.VOCABULARY, 2, "Types of tokens: of which text one is."),
+    Field("max_position_embeddings", kinds.POSITIONS, 512, "Rows of the position embedding."),
+    Field("type_vocab_size", kinds.VOCABULARY, 2, "Number of token types (segment ids)."),
     *common.last_fields(EPS, tied=True),
 )
 ONLY = {
@@ -84,15 +84,15 @@ def read_encoder(
     offset = 0 if padding is None else padding + 1
     if not config["tie_word_embeddings"]:
         raise ValueError(
-            "tie_word_embeddings is False: a file of transformers then has two biases of logits, "
-            "of which one is dead; dolmen has the head that is the embedding alone"
+            "tie_word_embeddings is False: only models whose head is tied to the embedding are "
+            "supported"
         )
     heads, norm = config["num_attention_heads"], common.layer_norm(config, EPS)
     act, longest = activation(config, "hidden_act"), config["max_position_embeddings"] - offset
     if longest < 1:
         raise ValueError(
-            f"max_position_embeddings ({longest + offset}) has no row behind the first {offset}, "
-            "which no position has: use a larger --model.max-position-embeddings"
+            f"max_position_embeddings ({longest + offset}) leaves no positions after the first "
+            f"{offset} unused rows: use a larger --model.max-position-embeddings"
         )
     mixer = AttentionSpec(
         heads,
@@ -206,8 +206,7 @@ BERT = Family(
             "architectures",
             optional(List(kinds.NAME, longest=16)),
             None,
-            f"{BOTH}: its head also says of two texts whether the second follows the first. "
-            f"Otherwise {MASKED}.",
+            f"{BOTH}: with a next-sentence head. Otherwise {MASKED}.",
         ),
     ),
     only=ONLY,
@@ -238,7 +237,7 @@ def read_roberta(config: dict[str, Any]) -> ModelSpec:
     padding = config[PADDING]
     if padding is None or padding < 0:
         raise ValueError(
-            f"{PADDING} is {padding}: RoBERTa counts positions from behind it, state its token"
+            f"{PADDING} is {padding}: RoBERTa counts positions from pad_token_id + 1, so set it"
         )
     return read_encoder(config, padding, head_activation="gelu")
 
@@ -269,7 +268,7 @@ ROBERTA = Family(
             PADDING,
             optional(Int(-1, kinds.TOKEN.high)),
             1,
-            "Token of padding, behind whose row in the table of positions that of the first is.",
+            "Id of the padding token; positions start at pad_token_id + 1.",
         ),
         vocab_size=50265,
     ),

@@ -31,14 +31,17 @@ FIELDS = (
         "seq_length",
         kinds.POSITIONS,
         2048,
-        "Longest sequence, tokens; ALiBi itself goes on.",
+        "Maximum sequence length in tokens (ALiBi itself has no limit).",
         common=("max_position_embeddings",),
     ),
     Field(
         "apply_residual_connection_post_layernorm",
         Flag(),
         False,
-        "Add attention and mlp to the output of the norm before them, not to its input.",
+        (
+            "Add the outputs of attention and MLP to the output of the norm before them, not to "
+            "its input."
+        ),
     ),
     *common.last_fields(common.LAYER_NORM_EPS, tied=True),
 )

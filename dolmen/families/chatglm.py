@@ -50,14 +50,14 @@ CHATGLM_FIELDS = (
         "bos_token_id",
         kinds.SPECIAL_TOKENS["bos_token_id"],
         150004,
-        "<sop>, which begins what fills a blank.",
+        "<sop>, start of the text that fills a blank.",
     ),
     Field("mask_token_id", optional(kinds.TOKEN), None, "[MASK], a blank of some words."),
     Field(
         "gmask_token_id",
         optional(kinds.TOKEN),
         None,
-        "[gMASK], a blank at the end. None: positions are those of version 0.1.",
+        "[gMASK], a blank at the end. None: positions of version 0.1.",
     ),
     *common.last_fields(EPS, tied=True),
     special_tokens.SPECIAL_TOKENS,
@@ -186,7 +186,7 @@ CHATGLM2_FIELDS = (
     ),
     Field("num_layers", kinds.LAYERS, 28, "Decoder blocks.", ("num_hidden_layers",)),
     Field("num_attention_heads", kinds.HEADS, 32, "Query heads."),
-    Field("multi_query_attention", Flag(), False, "There are fewer key and value heads."),
+    Field("multi_query_attention", Flag(), False, "Multi-query (grouped-query) attention."),
     Field(
         "multi_query_group_num",
         kinds.HEADS,
@@ -213,14 +213,14 @@ CHATGLM2_FIELDS = (
         "rope_ratio",
         Real(0, above=True),
         1.0,
-        "How the context is extended; see rope_ratio_of.",
+        "Context extension factor; see rope_ratio_of.",
     ),
     Field(
         "rope_ratio_of",
         optional(String(RATIO_OF)),
         None,
-        "base: rope's is 10,000 x rope_ratio (ChatGLM3, GLM-4), or positions: they are divided by "
-        "it (ChatGLM2-6B-32K).",
+        "base: rope's base is 10,000 x rope_ratio (ChatGLM3, GLM-4). positions: positions are "
+        "divided by rope_ratio (ChatGLM2-6B-32K).",
         ours=True,
     ),
     *common.last_fields(common.eps("layernorm_epsilon", 1e-5), tied=False),

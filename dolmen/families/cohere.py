@@ -64,9 +64,9 @@ COHERE = Family(
             "use_qk_norm",
             optional(Flag()),
             False,
-            "A LayerNorm of every query and key head, each with a weight of its own.",
+            "LayerNorm on every query and key head, with a weight per head.",
         ),
-        Field("logit_scale", Real(0, above=True), 0.0625, "What logits are multiplied by."),
+        Field("logit_scale", Real(0, above=True), 0.0625, "Factor of logits."),
         vocab_size=256000,
         hidden_size=8192,
         intermediate_size=22528,
@@ -98,8 +98,8 @@ def read_cohere2(config: dict[str, Any]) -> ModelSpec:
     sizes = windows.pattern_windows(config)
     if not any(sizes):
         raise ValueError(
-            "layer_types has no layer of sliding_attention, which alone have rope: set "
-            f"{flag('layer_types')} so that one slides"
+            "layer_types has no sliding_attention layer, the only kind with rope: set "
+            f"{flag('layer_types')} so that it has one"
         )
     spec = read_cohere({**config, "use_qk_norm": False, "head_dim": None})
     blocks = []

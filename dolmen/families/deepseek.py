@@ -33,33 +33,50 @@ FIELDS = (
         "num_key_value_heads",
         optional(kinds.HEADS),
         None,
-        "Key and value heads: as many as query heads, if stated.",
+        "Key and value heads; must equal the number of query heads.",
     ),
     Field(
         "q_lora_rank",
         optional(kinds.WIDTH),
         1536,
-        "Width of the latent of queries. None: there is none.",
+        "Rank of the query latent (LoRA rank of q). None: no latent.",
     ),
-    Field("kv_lora_rank", kinds.WIDTH, 512, "Width of the latent of keys and values."),
-    Field("qk_nope_head_dim", kinds.WIDTH, 128, "Of each query and key head, what is not turned."),
-    Field("qk_rope_head_dim", kinds.WIDTH, 64, "Of each query and key head, what rope turns."),
+    Field("kv_lora_rank", kinds.WIDTH, 512, "Rank of the latent of keys and values."),
+    Field(
+        "qk_nope_head_dim",
+        kinds.WIDTH,
+        128,
+        "Size of the part of a query or key head without rope.",
+    ),
+    Field(
+        "qk_rope_head_dim", kinds.WIDTH, 64, "Size of the part of a query or key head with rope."
+    ),
     Field("v_head_dim", kinds.WIDTH, 128, "Size of a value head."),
     Field(
         "attention_bias",
         Flag(),
         False,
-        "Biases on what makes the latents and on the attention output projection.",
+        "Biases on the down-projections to the latents and on the attention output projection.",
     ),
     experts.SIZE,
-    Field("n_shared_experts", Int(1, kinds.EXPERTS.high), 2, "Experts that every token passes."),
+    Field(
+        "n_shared_experts",
+        Int(1, kinds.EXPERTS.high),
+        2,
+        "Number of shared experts, which compute every token.",
+    ),
     Field(
         "routed_scaling_factor",
         Real(0, above=True),
         1.0,
-        "What the weights of a token's experts are multiplied by.",
+        "Factor of the routing weights.",
     ),
-    Field("first_k_dense_replace", Int(0, kinds.LAYERS.high), 0, "Dense layers before the others."),
+    Field(
+        "first_k_dense_replace",
+        Int(0, kinds.LAYERS.high),
+        0,
+        "Number of dense layers before the MoE layers.",
+    ),
     replace(experts.AUX_LOSS, name="aux_loss_alpha", common=(experts.AUX_LOSS.name,)),
 )
 ONLY = {"mlp_bias": (False, None), "moe_layer_freq": (1, None)}
@@ -102,14 +119,14 @@ def _mixer(config: dict[str, Any], interleaved: bool) -> LatentAttentionSpec:
     heads, stated = config["num_attention_heads"], config["num_key_value_heads"]
     if stated not in (None, heads):
         raise ValueError(
-            f"num_key_value_heads ({stated}) is not num_attention_heads ({heads}): latent "
-            f"attention has a key and a value for each query head; set "
-            f"{flag('num_key_value_heads')} to as many"
+            f"num_key_value_heads ({stated}) differs from num_attention_heads ({heads}): latent "
+            "attention has a key and value head per query head; set "
+            f"{flag('num_key_value_heads')} to the same"
         )
     size = config["qk_rope_head_dim"]
     if size % 2:
         raise ValueError(
-            f"qk_rope_head_dim ({size}) is odd, rope rotates pairs: set "
+            f"qk_rope_head_dim ({size}) is odd, but rope rotates pairs: set "
             f"{flag('qk_rope_head_dim')} to an even size"
         )
     # rope acts on the rope part of the head alone, so that is its whole size here
@@ -117,7 +134,7 @@ def _mixer(config: dict[str, Any], interleaved: bool) -> LatentAttentionSpec:
     field, parameters = rope.stated_rope(config)
     mscale = float(parameters.get("mscale_all_dim") or 0.0)
     if mscale and rope.rope_type(parameters) not in ("yarn", "default"):
-        raise ValueError(f"{field}.mscale_all_dim is {mscale}: it is of rope_type yarn alone")
+        raise ValueError(f"{field}.mscale_all_dim is {mscale}: it applies only to rope_type yarn")
     return LatentAttentionSpec(
         heads,
         config["q_lora_rank"],
@@ -246,8 +263,8 @@ def _router(config: dict[str, Any]) -> RouterSpec:
     for name in ("n_group", "topk_group"):
         if config[name] is None:
             raise ValueError(
-                f"topk_method is {config['topk_method']}, which chooses among groups of experts, "
-                f"and {name} is None: set {flag(name)}"
+                f"topk_method is {config['topk_method']}, which selects groups of experts, but "
+                f"{name} is None: set {flag(name)}"
             )
     groups, kept = config["n_group"], config["topk_group"]
     return RouterSpec(normalise=False, groups=groups, groups_per_token=kept)
@@ -287,11 +304,16 @@ DEEPSEEK_V2 = Family(
             "topk_method",
             optional(String(choices=METHODS)),
             "greedy",
-            "How a token's experts are chosen: greedy | group_limited_greedy (from the groups with "
-            "the best experts).",
+            "Selection of a token's experts: greedy, or group_limited_greedy (from the groups "
+            "with the best experts).",
         ),
-        Field("n_group", optional(kinds.EXPERTS), None, "Groups of experts."),
-        Field("topk_group", optional(kinds.EXPERTS), None, "Groups that a token's come from."),
+        Field("n_group", optional(kinds.EXPERTS), None, "Number of expert groups."),
+        Field(
+            "topk_group",
+            optional(kinds.EXPERTS),
+            None,
+            "Number of groups from which a token's experts are selected.",
+        ),
         vocab_size=102400,
         moe_intermediate_size=1407,
     ),
@@ -364,20 +386,25 @@ DEEPSEEK_V3 = Family(
             ("num_experts",),
         ),
         Field("num_experts_per_tok", kinds.EXPERTS, 8, experts.PER_TOKEN),
-        Field("n_group", kinds.EXPERTS, 8, "Groups of experts."),
-        Field("topk_group", kinds.EXPERTS, 4, "Groups that a token's experts come from."),
+        Field("n_group", kinds.EXPERTS, 8, "Number of expert groups."),
+        Field(
+            "topk_group",
+            kinds.EXPERTS,
+            4,
+            "Number of groups from which a token's experts are selected.",
+        ),
         Field("norm_topk_prob", optional(Flag()), True, experts.NORMALISED),
         Field(
             "rope_interleave",
             optional(Flag()),
             True,
-            "Rope's pairs are neighbours, not halves of what is turned.",
+            "Rope rotates pairs of adjacent elements, not of the two halves.",
         ),
         Field(
             "num_nextn_predict_layers",
             Int(0, kinds.LAYERS.high),
             1,
-            "Layers of multi-token prediction that files hold behind the last, left out here.",
+            "Multi-token-prediction layers in the files, which are skipped.",
             ("num_mtp_layers",),
         ),
         vocab_size=129280,

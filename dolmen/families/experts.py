@@ -9,16 +9,16 @@ from dolmen.files import kinds
 from dolmen.files.schema import Int, List, Real, optional
 from dolmen.model.spec import MLPSpec, ModelSpec, MoESpec, RouterSpec
 
-NUMBER = "Experts of a sparse feed-forward layer."
-PER_TOKEN = "Experts that compute a token."
+NUMBER = "Number of experts of an MoE layer."
+PER_TOKEN = "Number of experts per token (top-k)."
 SIZE = Field("moe_intermediate_size", kinds.WIDTH, 768, "Width of an expert.")
-NORMALISED = "The weights of a token's experts are divided by their sum."
+NORMALISED = "Normalise the routing weights of a token to sum to 1."
 AUX_LOSS = Field(
     "router_aux_loss_coef",
     Real(0),
     0.001,
-    "Weight of the loss that keeps experts equally busy, summed over layers, mean over sequences; "
-    "--train.router.aux-loss-coef over it.",
+    "Weight of the auxiliary load-balancing loss, summed over layers, mean over sequences; "
+    "--train.router.aux-loss-coef overrides it.",
 )
 # fields of Mixtral and Qwen3
 FIELDS = (
@@ -32,7 +32,7 @@ WHICH = (
         "decoder_sparse_step",
         kinds.LAYERS,
         1,
-        "Every so many layers one is sparse, the others are dense.",
+        "Every n-th layer is an MoE layer, the others are dense.",
     ),
     Field(
         "mlp_only_layers",

@@ -46,15 +46,15 @@ FIELDS = (
         "num_kv_heads",
         optional(kinds.HEADS),
         None,
-        "Key and value heads, where new_decoder_architecture is set. None: as many as query heads.",
+        "Key and value heads with new_decoder_architecture. None: as many as query heads.",
         common=("num_key_value_heads",),
     ),
     Field(
         "new_decoder_architecture",
         optional(Flag()),
         False,
-        "Groups of queries share a key-value head; attention and feed-forward layer stand side by "
-        "side, each with its norm.",
+        "Grouped-query attention, computed in parallel with the feed-forward layer, each with its "
+        "own norm.",
     ),
     Field(
         "multi_query",
@@ -66,13 +66,13 @@ FIELDS = (
         "parallel_attn",
         optional(Flag()),
         True,
-        "Attention and feed-forward layer stand side by side, not one after the other.",
+        "Compute attention and feed-forward layer in parallel, not one after the other.",
     ),
     Field(
         "num_ln_in_parallel_attn",
         optional(Int(1, 2)),
         None,
-        "Norms before attention and feed-forward layer side by side. None: 2 with "
+        "Number of norms before parallel attention and feed-forward layer. None: 2 with "
         "new_decoder_architecture, else 1.",
     ),
     Field("bias", optional(Flag()), False, "Biases on all linears."),
@@ -80,8 +80,7 @@ FIELDS = (
         "alibi",
         optional(Flag()),
         False,
-        "Positions enter as what scores of a key grow by (ALiBi), and not by rope; with as many "
-        "key-value heads as query heads.",
+        "ALiBi in place of rope; needs as many key-value heads as query heads.",
     ),
     Field(
         "ffn_hidden_size",
@@ -112,15 +111,15 @@ def _arrangement(config: dict[str, Any]) -> Arrangement:
     grouped, parallel, norms = (config[name] for name in names)
     if grouped and not parallel:
         raise ValueError(
-            f"parallel_attn is {parallel}, but new_decoder_architecture is {grouped}: it has them "
-            f"side by side; set {flag('parallel_attn')}"
+            f"parallel_attn is {parallel}, but new_decoder_architecture is {grouped}, which "
+            f"implies parallel attention: set {flag('parallel_attn')}"
         )
     if not parallel:
         return SequentialResidual()
     if norms == 2 and not grouped:
         raise ValueError(
-            f"num_ln_in_parallel_attn is 2, but new_decoder_architecture is {grouped}: without it "
-            f"there is one norm; set {flag('num_ln_in_parallel_attn')} 1"
+            f"num_ln_in_parallel_attn is 2, but new_decoder_architecture is {grouped}, without "
+            f"which there is one norm: set {flag('num_ln_in_parallel_attn')} 1"
         )
     return ParallelResidual(norms or (2 if grouped else 1))
 

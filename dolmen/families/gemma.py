@@ -189,24 +189,24 @@ GEMMA2 = Family(
     fields=llama.change_fields(
         (*FIELDS, windows.SIZE),
         llama.ATTENTION_BIAS,
-        windows.types("every other layer slides, the first does"),
+        windows.types("every other layer, starting with the first, is sliding_attention"),
         Field(
             "query_pre_attn_scalar",
             Int(1, 1 << 20),
             256,
-            "Scores are products of queries and keys divided by its square root.",
+            "Attention scores are divided by its square root.",
         ),
         Field(
             "attn_logit_softcapping",
             optional(Real(0, above=True)),
             50.0,
-            "Scores become cap * tanh(score / cap); None: they stay.",
+            "Soft cap of attention scores: cap * tanh(score / cap). None: no cap.",
         ),
         Field(
             "final_logit_softcapping",
             optional(Real(0, above=True)),
             30.0,
-            "Logits become cap * tanh(logit / cap); None: they stay.",
+            "Soft cap of logits: cap * tanh(logit / cap). None: no cap.",
         ),
         hidden_size=2304,
         intermediate_size=9216,
@@ -251,8 +251,8 @@ def read_gemma3(config: dict[str, Any]) -> ModelSpec:
     """
     if config["attn_logit_softcapping"] is not None:
         raise ValueError(
-            f"attn_logit_softcapping is {config['attn_logit_softcapping']}: the scores of Gemma 3 "
-            "have no cap, and other programs leave this out; set it to null"
+            f"attn_logit_softcapping is {config['attn_logit_softcapping']}: Gemma 3 has no soft "
+            "cap of scores; set it to null"
         )
     # all layers get the full rope first
     spec = read_windowed(_one_rope(config, FULL), windows.pattern_windows(config))

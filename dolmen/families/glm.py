@@ -218,7 +218,7 @@ MASKS = ("mask", "smask", "gmask")
 GLM_10B_FIELDS = (
     common.vocab_size(30592),
     *sizes(1024, 24, 16),
-    longest(512, "Longest sequence, tokens: rows of each table of positions, less one."),
+    longest(512, "Maximum sequence length in tokens: rows of each position embedding, minus 1."),
     common.INITIALIZER_RANGE,
     Field("tie_word_embeddings", Flag(), True, "Head and embedding are one parameter."),
     special_tokens.SPECIAL_TOKENS,

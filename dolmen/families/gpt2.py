@@ -20,7 +20,7 @@ GPT2_LIKE_FIELDS = (
         "n_positions",
         kinds.POSITIONS,
         1024,
-        "Longest sequence, tokens: rows of the table of positions, where there is one.",
+        "Maximum sequence length in tokens: rows of the position embedding, if there is one.",
         ("max_position_embeddings",),
     ),
     Field("n_embd", kinds.WIDTH, 768, "Width of the residual stream.", ("hidden_size",)),

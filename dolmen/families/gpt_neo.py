@@ -53,7 +53,7 @@ GPT_NEO_FIELDS = (
         "max_position_embeddings",
         kinds.POSITIONS,
         2048,
-        "Longest sequence, tokens: rows of the table of positions.",
+        "Maximum sequence length in tokens: rows of the position embedding.",
     ),
     Field("hidden_size", kinds.WIDTH, 2048, "Width of the residual stream."),
     Field("num_layers", kinds.LAYERS, 24, "Decoder blocks.", ("num_hidden_layers",)),
@@ -63,14 +63,14 @@ GPT_NEO_FIELDS = (
         LAYERS,
         optional(KINDS),
         None,
-        f"{GLOBAL} or {LOCAL}, per layer; None: by turns, {GLOBAL} first.",
+        f"{GLOBAL} or {LOCAL}, per layer. None: alternating, {GLOBAL} first.",
         spell=_spell,
     ),
     Field(
         "window_size",
         Int(1, kinds.POSITIONS.high),
         256,
-        f"Tokens a query sees in {LOCAL} layers, itself included.",
+        f"Window of {LOCAL} layers in tokens, including the query.",
         common=("sliding_window",),
     ),
     Field(
@@ -99,12 +99,12 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
         types = [[each or [(GLOBAL, LOCAL)[i % 2] for i in range(layers)], 1]]
     if (number := sum(len(pattern) * times for pattern, times in types)) != layers:
         raise ValueError(
-            f"{TYPES} and {LAYERS} say {plural(number, 'layer')}, num_layers is {layers}: set "
-            f"{flag(LAYERS)} to one per layer"
+            f"{TYPES} and {LAYERS} have {plural(number, 'layer')}, but num_layers is {layers}: "
+            f"set {flag(LAYERS)} to one per layer"
         )
     found = [kind for pattern, times in types for _ in range(times) for kind in pattern]
     if each not in (None, found):
-        raise ValueError(f"{LAYERS} is not what {TYPES} says of each layer: state one of them")
+        raise ValueError(f"{LAYERS} contradicts {TYPES}: state only one of them")
     return found
 
 
@@ -199,7 +199,7 @@ GPT_NEOX_FIELDS = (
         "use_parallel_residual",
         Flag(),
         True,
-        "Attention and feed-forward layer stand side by side, not one after the other.",
+        "Compute attention and feed-forward layer in parallel, not one after the other.",
     ),
     Field("attention_bias", Flag(), True, "Biases on q, k, v and the attention output projection."),
     Field("max_position_embeddings", kinds.POSITIONS, 2048, "Longest sequence, tokens."),

@@ -111,16 +111,22 @@ GPT_OSS = Family(
             windows.SIZE,
             *experts.FIELDS,
         ),
-        windows.types("every other layer slides, the first does"),
+        windows.types("every other layer, starting with the first, is sliding_attention"),
         replace(llama.ATTENTION_BIAS, kind=Flag(), default=True),
         Field(
-            "swiglu_alpha", Real(0, above=True), 1.702, "Of the experts' SwiGLU: sigmoid(alpha x)."
+            "swiglu_alpha",
+            Real(0, above=True),
+            1.702,
+            "Factor alpha in the experts' SwiGLU: sigmoid(alpha x).",
         ),
         Field(
             "swiglu_limit",
             Real(0, above=True),
             7.0,
-            "Where the experts' SwiGLU cuts off its gate from above, and its factor on both sides.",
+            (
+                "Limit of the experts' SwiGLU: the gate is clamped from above, the up projection "
+                "on both sides."
+            ),
         ),
         vocab_size=201088,
         hidden_size=2880,

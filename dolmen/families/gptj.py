@@ -19,7 +19,7 @@ FIELDS = llama.change_fields(
         "rotary_dim",
         kinds.WIDTH,
         64,
-        "Leading numbers of each head that rope turns, neighbours together.",
+        "Size of the leading part of each head with rope (pairs of adjacent elements).",
     ),
     vocab_size=50400,
     n_positions=2048,
@@ -38,7 +38,7 @@ def read_gptj(config: dict[str, Any]) -> ModelSpec:
     turned = config["rotary_dim"]
     if turned > size or turned % 2:
         raise ValueError(
-            f"rotary_dim is {turned}, of heads of {size}: rope turns pairs of a head, set "
+            f"rotary_dim is {turned} for heads of size {size}, but rope rotates pairs: set "
             f"{flag('rotary_dim')} to an even number up to {size}"
         )
     mixer = AttentionSpec(heads, heads, size, positions=RopeSpec(turned, interleaved=True))

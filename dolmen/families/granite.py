@@ -59,10 +59,12 @@ GRANITE = Family(
     rules=llama.llama_like_rules,
     fields=(
         *llama.LLAMA.fields,
-        Field("embedding_multiplier", POSITIVE, 1.0, "What embeddings are multiplied by."),
-        Field("attention_multiplier", POSITIVE, 1.0, "What products of queries and keys are."),
-        Field("residual_multiplier", POSITIVE, 1.0, "What the results of layers are."),
-        Field("logits_scaling", POSITIVE, 1.0, "What logits are divided by."),
+        Field("embedding_multiplier", POSITIVE, 1.0, "Factor of embeddings."),
+        Field("attention_multiplier", POSITIVE, 1.0, "Factor of attention scores."),
+        Field(
+            "residual_multiplier", POSITIVE, 1.0, "Factor of layer outputs on the residual stream."
+        ),
+        Field("logits_scaling", POSITIVE, 1.0, "Divisor of logits."),
     ),
     only=windows.NONE,
     extra_fields=llama.BESIDE,

@@ -50,8 +50,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """
     if config.get("model_type") is None:
         raise ValueError(
-            "model_type is missing: set it to the family whose config.json it is, one of "
-            + ", ".join(families())
+            "model_type is missing: set it to the model's family, one of " + ", ".join(families())
         )
     model_type = config["model_type"]
     candidates = [family for family in families().values() if family.model_type == model_type]

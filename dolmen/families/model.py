@@ -54,16 +54,16 @@ def has_scalar_head(config: Mapping[str, Any], family: Family) -> bool:
     check_scorer(family)
     if named != [family.scorer]:
         raise ValueError(
-            f"architectures is {brief(named)}: {family.name} ends in one number as "
-            f"{family.scorer} alone"
+            f"architectures is {brief(named)}: the only {family.name} with a scalar head is "
+            f"{family.scorer}"
         )
     # transformers derives the number of labels from id2label, and only then from num_labels
     labels = config.get("id2label")
     count = config.get("num_labels", TRANSFORMERS) if labels is None else len(labels)
     if count != 1:
         raise ValueError(
-            f"num_labels is {brief(count)}: dolmen reads classifiers of one label, which are "
-            "reward models"
+            f"num_labels is {brief(count)}: only classifiers with one label (reward models) are "
+            "supported"
         )
     return True
 
@@ -74,8 +74,8 @@ def check_scorer(family: Family) -> None:
     """
     if family.scorer is None:
         raise ValueError(
-            f"transformers has no {family.name} that ends in one number and has no bias there: "
-            "choose a model of another family, such as llama, qwen2 or gpt2"
+            f"transformers has no {family.name} with a scalar head without bias: choose a model "
+            "of another family, such as llama, qwen2 or gpt2"
         )
 
 
@@ -157,14 +157,14 @@ class Model(CustomValue):
         # code that is known to compute the same is ignored; any other is refused
         if _remote_code_files(config.get("auto_map") or {}) - {*family.remote_code}:
             raise ValueError(
-                f"auto_map is {brief(config['auto_map'])}: dolmen runs no code from a model folder "
+                f"auto_map is {brief(config['auto_map'])}: code from model folders is never run "
                 "(trust_remote_code); use a model saved with a class of transformers"
             )
         if config.get("quantization_config"):
             raise ValueError(
-                f"quantization_config is {brief(config['quantization_config'])}: dolmen reads "
-                "unquantised weights only; transformers can save them so (load with "
-                "dequantize=True in the quantization_config, where the method has it)"
+                f"quantization_config is {brief(config['quantization_config'])}: only unquantised "
+                "weights are supported; transformers can save them (load with dequantize=True in "
+                "the quantization_config, if the method has it)"
             )
         # fields that `read` handles have their own checks
         given, read = canonical_names(family, config), {field.name for field in family.fields}

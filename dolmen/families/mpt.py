@@ -29,13 +29,13 @@ ATTENTION = (
         "clip_qkv",
         optional(Real(0, above=True)),
         None,
-        "What no number of queries, keys and values goes beyond; None: they stay.",
+        "Clip queries, keys and values to this absolute value. None: no clipping.",
     ),
     Field(
         "softmax_scale",
         optional(Real(0, above=True)),
         None,
-        "What scores are multiplied by; None: 1 / sqrt(d_model / n_heads).",
+        "Factor of attention scores. None: 1 / sqrt(d_model / n_heads).",
     ),
 )
 # keys of attn_config that change what is computed, with their supported values; and harmless ones
@@ -55,7 +55,7 @@ FIELDS = (
         "expansion_ratio",
         Real(0, above=True),
         4,
-        "Width of the feed-forward layer over d_model; transformers computes 4 alone.",
+        "Width of the feed-forward layer relative to d_model; transformers supports only 4.",
     ),
     Field("d_model", kinds.WIDTH, 2048, "Width of the residual stream.", ("hidden_size",)),
     Field("n_layers", kinds.LAYERS, 24, "Decoder blocks.", ("num_hidden_layers",)),
@@ -64,7 +64,7 @@ FIELDS = (
         "max_seq_len",
         kinds.POSITIONS,
         2048,
-        "Longest sequence, tokens; ALiBi itself goes on.",
+        "Maximum sequence length in tokens (ALiBi itself has no limit).",
         common=("max_position_embeddings",),
     ),
     mapping(

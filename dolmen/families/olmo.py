@@ -18,7 +18,7 @@ CLIP = Field(
     "clip_qkv",
     optional(Real(0, above=True)),
     None,
-    "Numbers of queries, keys and values become at most so large; None: they stay.",
+    "Clip queries, keys and values to this absolute value. None: no clipping.",
 )
 
 

@@ -78,7 +78,7 @@ PHI = Family(
     rules=phi_rules,
     fields=llama.change_fields(
         PHI_FIELDS,
-        Field("qk_layernorm", Flag(), False, "A LayerNorm of every query and key head."),
+        Field("qk_layernorm", Flag(), False, "LayerNorm on every query and key head."),
         vocab_size=51200,
         hidden_size=2048,
         intermediate_size=8192,
@@ -108,7 +108,7 @@ def read_phi3(config: dict[str, Any]) -> ModelSpec:
     spec = llama.read_llama_like(config, windows=windows.uniform_windows(config))
     scaling = expect(common.attention(spec).positions, RopeSpec, "positions").scaling
     if scaling is not None and not isinstance(scaling, LongRopeScaling):
-        raise ValueError(f"rope is scaled by {scaling}: phi3 has rope_type default and longrope")
+        raise ValueError(f"rope_type {scaling} is not supported by phi3: use default or longrope")
     return spec
 
 

@@ -48,19 +48,19 @@ FIELDS = (
         "Longest sequence, tokens.",
         ("n_positions",),
     ),
-    Field("seq_length", kinds.POSITIONS, 2048, "Context that it was trained at, tokens."),
+    Field("seq_length", kinds.POSITIONS, 2048, "Context length of pretraining in tokens."),
     Field(
         "use_dynamic_ntk",
         Flag(),
         True,
-        "Rope has a larger base for texts over seq_length, where nothing is trained.",
+        "Larger rope base for sequences over seq_length (inference only).",
     ),
     Field(
         "use_logn_attn",
         Flag(),
         True,
-        "The query of token i is multiplied by the logarithm of i to the base seq_length, if it is "
-        "over 1, where nothing is trained.",
+        "Multiply the query of token i by log(i) to the base seq_length, if over 1 (inference "
+        "only).",
     ),
     Field(
         "rotary_emb_base",
@@ -80,13 +80,13 @@ def read(config: dict[str, Any]) -> ModelSpec:
     heads, size, width = (config[n] for n in ("num_attention_heads", "kv_channels", "hidden_size"))
     if heads * size != width:
         raise ValueError(
-            f"num_attention_heads ({heads}) x kv_channels ({size}) is not hidden_size ({width}): "
-            "set --model.kv-channels to their quotient"
+            f"num_attention_heads ({heads}) x kv_channels ({size}) differs from hidden_size "
+            f"({width}): set --model.kv-channels to hidden_size / num_attention_heads"
         )
     if config["intermediate_size"] % 2:
         raise ValueError(
-            f"intermediate_size is {config['intermediate_size']}: it counts two halves of a "
-            "feed-forward layer, set --model.intermediate-size to an even number"
+            f"intermediate_size is {config['intermediate_size']}: it counts both halves of the "
+            "feed-forward layer, so set --model.intermediate-size to an even number"
         )
     ntk, log_n = config["use_dynamic_ntk"], config["use_logn_attn"]
     longer = QwenScaling(config["seq_length"], ntk, log_n) if ntk or log_n else None

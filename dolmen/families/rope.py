@@ -134,7 +134,7 @@ PART = Field(
     "partial_rotary_factor",
     FRACTION,
     None,
-    "Leading part of each head that rope turns, as a fraction of it.",
+    "Leading fraction of each head with rope.",
     common=("partial_rotary_factor",),
 )
 # not command-line options: the older name of rope_type, and the rotated fraction in families that
@@ -228,8 +228,8 @@ def _rotary_size(
     turned = int(size * factor)
     if turned < 2 or turned % 2:
         raise ValueError(
-            f"{name} is {factor}, of heads of {size} that turns {turned}: rope turns pairs, set "
-            f"it to an even number / {size}"
+            f"{name} is {factor}, which is {turned} of {size} elements of a head, but rope "
+            f"rotates pairs: set it to an even number / {size}"
         )
     return turned
 
@@ -263,7 +263,7 @@ def _scaling(
             )
         # YaRN divides by ln(theta)
         case "yarn" if theta <= 1:
-            raise ValueError(f"rope_theta is {theta}: rope_type yarn needs one over 1")
+            raise ValueError(f"rope_theta is {theta}: rope_type yarn needs a value over 1")
         case "yarn":
             return _yarn(values)
         case "dynamic":  # of the field alone, in transformers
@@ -281,8 +281,8 @@ def _longrope(values: Mapping[str, Any], longest: int, turned: int) -> LongRopeS
     for name in ("short_factor", "long_factor"):
         if len(values[name]) != turned // 2:
             raise ValueError(
-                f"{name} has {plural(len(values[name]), 'number')}, and rope turns {turned // 2} "
-                f"pairs of each head: it needs one per pair"
+                f"{name} has {plural(len(values[name]), 'number')}, but rope rotates "
+                f"{turned // 2} pairs of each head: give one number per pair"
             )
     original = values["original_max_position_embeddings"]
     # Phi-3 states no factor: 131072 / 4096 = 32

@@ -31,10 +31,10 @@ DESCRIPTIONS = {
     "mask": "[MASK], a blank of some words",
     "smask": "[sMASK], a blank of a sentence",
     "gmask": "[gMASK], a blank at the end",
-    "sop": "<sop>, which begins what fills a blank",
-    "eop": "<eop>, which ends it",
+    "sop": "<sop>, start of the text that fills a blank",
+    "eop": "<eop>, its end",
     "eot": "<eot>, the end of a turn",
-    "cls": "[CLS], which begins a text",
+    "cls": "[CLS], start of a text",
     "eos": "the end of a text",
 }
 SPECIAL_TOKENS = mapping(
@@ -44,7 +44,7 @@ SPECIAL_TOKENS = mapping(
             name,
             optional(kinds.TOKEN),
             None,
-            f"Id of {description}. None: as the tokenizer has it.",
+            f"Id of {description}. None: that of the tokenizer.",
         )
         for name, description in DESCRIPTIONS.items()
     ),
@@ -87,8 +87,8 @@ def check_special_ids(specified: Mapping[str, Any], model: Model) -> dict[str, i
             raise ValueError(f"special_tokens has {brief(name)}: {choices(str(name), NAMES)}")
         if name not in ENDS and not uses_special_tokens(model):
             raise ValueError(
-                f"special_tokens has {brief(name)}, which {model.model_type} does not ask for: of "
-                f"this model {', '.join(ENDS)} may be specified, at which a text ends"
+                f"special_tokens has {brief(name)}, which {model.model_type} does not use: for "
+                f"this model {', '.join(ENDS)} may be specified (EOS tokens)"
             )
         if type(token) is not int or not 0 <= token < vocab_size:
             raise ValueError(
@@ -138,8 +138,8 @@ def frame_prompt(model: Model, tokens: list[int]) -> list[int]:
     except KeyError as missing:
         (name,) = missing.args
         raise ValueError(
-            f"a text of {model.model_type} has {DESCRIPTIONS[name]}, and neither config.json nor "
-            f'tokenizer names it: use dolmen.load(..., special_tokens={{"{name}": id}}), or in '
+            f"a text of {model.model_type} has {DESCRIPTIONS[name]}, but neither config.json nor "
+            f'tokenizer defines it: use dolmen.load(..., special_tokens={{"{name}": id}}), or in '
             f'config.json "dolmen": {{"special_tokens": {{"{name}": id}}}}'
         ) from None
 

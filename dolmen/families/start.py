@@ -125,4 +125,9 @@ def _convert_family(model: Model, model_type: str) -> Model:
             for name in (one.name, *one.aliases, *one.common)
             if name in other.names and whole[one.name] is not None
         }
-        return model_from_fields(model_type, shared)
+        try:
+            return model_from_fields(model_type, shared)
+        except ValueError:
+            # BERT's families have only tied heads
+            shared.pop("tie_word_embeddings", None)
+            return model_from_fields(model_type, shared)

@@ -59,8 +59,8 @@ def unknown_fields_warning(model: Model) -> str | None:
     if len(names) > MOST:
         shown.append(f"and {len(names) - MOST:,} more")
     return (
-        f"the model's config.json has {', '.join(shown)}, of which {model.model_type} knows "
-        "nothing: kept for an export, without effect on the model"
+        f"the model's config.json has {', '.join(shown)}, unknown to {model.model_type}: kept for "
+        "export, without effect on the model"
     )
 
 
@@ -74,8 +74,8 @@ def assumption_warning(model: Model) -> str | None:
     text = ", ".join(f"{name} {value}" for name, value in found.items())
     knobs = " and ".join(flag(name) for name in found)
     return (
-        f"no field of the model's config.json says which {model.model_type} it is: taken for one "
-        f"with {text}; if it is another, set {knobs}, or write it under {RESERVED!r} in the "
+        f"the model's config.json does not tell which variant of {model.model_type} it is: "
+        f"assuming one with {text}; otherwise set {knobs}, or add it under {RESERVED!r} in the "
         f'config.json, {{"{RESERVED}": {json.dumps(found)}}}'
     )
 
@@ -98,8 +98,8 @@ def export_warning(model: Model) -> str | None:
     text = " and ".join(f"{name} {value}" for name, value in lost.items())
     knobs = " and ".join(f"{flag(name)} {value}" for name, value in lost.items())
     return (
-        f"the model has {text}, which no config.json of {model.model_type} says: whoever reads "
-        f"the export takes it for another, dolmen too, unless it is told {knobs}"
+        f"the model has {text}, which a config.json of {model.model_type} cannot express: readers "
+        f"of the export, dolmen included, assume another variant unless they set {knobs}"
     )
 
 

@@ -16,9 +16,9 @@ SIZE = Field(
     "sliding_window",
     optional(Int(0, kinds.POSITIONS.high)),
     None,
-    "Tokens a query sees, itself included; None: all before it.",
+    "Sliding window in tokens, including the query. None: no window.",
 )
-USED = Field("use_sliding_window", Flag(), False, "Whether any layer has a sliding window.")
+USED = Field("use_sliding_window", Flag(), False, "Use sliding windows.")
 # `only` of families without layer types, and of those without a window
 NO_TYPES = {"layer_types": (None,)}
 NONE = {**NO_TYPES, SIZE.name: (None,)}
@@ -35,8 +35,8 @@ def pattern(every: int) -> tuple[Field, Field]:
     `every`-th layer has full attention and all others a window.
     """
     name = "sliding_window_pattern"
-    help_text = "Of so many layers the last sees all, where layer_types is None."
-    otherwise = f"all slide but those whose number {name} divides"
+    help_text = "Every n-th layer has full attention, if layer_types is None."
+    otherwise = f"all are sliding_attention but every {name}-th"
     return types(otherwise), Field(name, kinds.LAYERS, every, help_text)
 
 
@@ -68,7 +68,7 @@ def typed_windows(
     if len(of) != layers:
         entries = plural(len(of), "entry", "entries")
         raise ValueError(
-            f"layer_types has {entries}, num_hidden_layers is {layers}: set "
+            f"layer_types has {entries}, but num_hidden_layers is {layers}: set "
             f"{flag('layer_types')} to one per layer"
         )
     size = config[SIZE.name] if used else None

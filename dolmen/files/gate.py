@@ -78,7 +78,7 @@ def open_file(file: Path | str) -> Iterator[BinaryIO]:
     """
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):
-            raise refuse(file, "is a folder" if Path(file).is_dir() else "is no regular file")
+            raise refuse(file, "is a folder" if Path(file).is_dir() else "is not a regular file")
         with open(file, "rb") as stream:
             yield stream
     except OSError as error:
@@ -181,11 +181,11 @@ def read_yaml(file: Path | str, kind: Kind) -> Any:
 
     text = read_text(file, kind.size)
     if (text.startswith(FIRST) or FIRST.startswith(text or "-")) and not text.endswith(LAST):
-        raise refuse(file, "is cut short: its last line is not the '...' that its first promises")
+        raise refuse(file, "is truncated: its last line is not '...', as its first line requires")
     try:
         value = yaml_values.parse_yaml(text, kind.depth)
     except ValueError as error:
-        raise refuse(file, f"is not a YAML file that dolmen reads: {error}") from error
+        raise refuse(file, f"is not valid YAML: {error}") from error
     return check_schema(value, file, kind.schema)
 
 

@@ -79,13 +79,13 @@ def read(file: Path) -> Indexed:
     with gate.open_file(index) as stream:
         size, head = os.fstat(stream.fileno()).st_size, stream.read(HEAD.size)
     if len(head) < HEAD.size or not head.startswith(MAGIC):
-        raise refuse(index, "is no index of Megatron: it does not begin with MMIDIDX")
+        raise refuse(index, "is not an index of Megatron: it does not start with MMIDIDX")
     _, version, code, sequences, documents = HEAD.unpack(head)
     if version != VERSION:
-        raise refuse(index, f"has version {version}, and {VERSION} is read")
+        raise refuse(index, f"has version {version}: only {VERSION} is supported")
     # floats are read too, though no tokenizer writes them
     if code not in DTYPES:
-        raise refuse(index, f"has tokens of type {code}, and types are 1 to {len(DTYPES)}")
+        raise refuse(index, f"has tokens of type {code}: it must be 1 to {len(DTYPES)}")
     least = HEAD.size + 12 * sequences + 8 * documents
     if size not in (least, least + sequences):
         raise refuse(
@@ -139,7 +139,7 @@ def check_documents(index: Path, firsts: Int64[np.ndarray, " bounds"], sequences
     """Raise Refused unless the documents cover sequences 0 to `sequences`, one after the other."""
     if not len(firsts) or firsts[0] != 0 or firsts[-1] != sequences:
         found = f"{firsts[0]} to {firsts[-1]}" if len(firsts) else "none"
-        raise refuse(index, f"its documents are sequences {found}, and there are 0 to {sequences}")
+        raise refuse(index, f"its documents are sequences {found}, but there are 0 to {sequences}")
     if (back := firsts[1:] < firsts[:-1]).any():
         at = int(np.argmax(back))
         raise refuse(
@@ -187,7 +187,7 @@ def save(
     """
     if len(lengths) and lengths.max() > MOST:
         raise ValueError(
-            f"{file}: a document has {lengths.max():,} tokens, and an index holds {MOST:,} at most"
+            f"{file}: a document has {lengths.max():,} tokens, but an index holds {MOST:,} at most"
         )
     targets = check_free(file)
     parts = [target.with_name(f"{target.name}.part") for target in targets]

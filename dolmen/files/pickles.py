@@ -52,8 +52,7 @@ def scan(content: bytes, start: int = 0) -> int:
             at += 1 + width + int.from_bytes(content[at + 1 : at + 1 + width], "little")
         else:
             raise pickle.UnpicklingError(
-                f"byte {at} is {content[at]:#04x}, an instruction that a pickle of tensors has no "
-                "use for"
+                f"byte {at} is {content[at]:#04x}, an opcode that pickles of tensors do not use"
             )
     return at + 1
 
@@ -73,8 +72,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         found = self.find(module, name)
         if found is None:
             raise pickle.UnpicklingError(
-                f"it names {module}.{name}, which dolmen does not take from a pickle, since a "
-                "pickle runs what it names"
+                f"it names {module}.{name}, which is not allowed, since unpickling would run it"
             )
         return found
 
@@ -83,7 +81,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         meaning here.
         """
         if self.resolve is None:
-            raise pickle.UnpicklingError("it has a persistent id, which has no meaning here")
+            raise pickle.UnpicklingError("it has a persistent id, which is not allowed")
         return self.resolve(pid)
 
 

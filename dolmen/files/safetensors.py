@@ -130,7 +130,7 @@ def index(folder: Path | str, form: FolderFormat | None = None) -> dict[str, Sto
     ]:
         raise refuse(
             folder / form.index,
-            f"names what is not in the folder: {plural(len(absent), 'file')}, e.g. {absent[:3]}",
+            f"lists files that are missing: {plural(len(absent), 'file')}, e.g. {absent[:3]}",
         )
     found: dict[str, Stored] = {}
     for name in files:
@@ -146,7 +146,7 @@ def index(folder: Path | str, form: FolderFormat | None = None) -> dict[str, Sto
     ]:
         raise refuse(
             folder / form.index,
-            f"names {len(missing)} tensors that are not there, e.g. {missing[:3]}",
+            f"lists {len(missing)} tensors that are missing, e.g. {missing[:3]}",
         )
     return found
 
@@ -169,7 +169,8 @@ def read_header(file: Path) -> dict[str, Stored]:
         found[name], end = Stored(name, spec, file, 8 + size + start), stop
     if length != 8 + size + end:
         raise refuse(
-            file, f"is truncated or damaged: {length} bytes, its header says {8 + size + end}"
+            file,
+            f"is truncated or damaged: {length} bytes, but its header implies {8 + size + end}",
         )
     return found
 
@@ -243,7 +244,7 @@ class ShardFiles:
             if name not in laid:
                 raise ValueError(f"{name} is not among the {len(laid)} tensors to store")
             if name not in places:
-                raise ValueError(f"{name} came twice")
+                raise ValueError(f"{name} was written twice")
             if tuple(tensor.shape) != self.specs[name].shape:
                 raise ValueError(
                     f"{name} is {tuple(tensor.shape)}, to be stored as {self.specs[name].shape}"
@@ -253,7 +254,9 @@ class ShardFiles:
             del tensor  # or it would still be held while the next one is made
             yield name
         if places:
-            raise KeyError(f"{len(places)} tensors to store never came, e.g. {list(places)[:3]}")
+            raise KeyError(
+                f"{len(places)} tensors to store were not written, e.g. {list(places)[:3]}"
+            )
 
     def end(self) -> None:
         """Sync the complete files, rename them, and write the index if there are several."""
@@ -342,7 +345,7 @@ def _header_text(file: Path) -> tuple[bytes, int]:
         if length < 8 or size > min(length - 8, kinds.HEADER.size):
             raise refuse(
                 file,
-                f"is truncated or no safetensors file: header of {size} bytes, file of {length}",
+                f"is truncated or not a safetensors file: header of {size} bytes, file of {length}",
             )
         return stream.read(size), length
 

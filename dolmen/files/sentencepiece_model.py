@@ -94,7 +94,7 @@ def parse(content: bytes, name: Path | str) -> SentencePieceModel:
     except Refused:
         raise
     except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
-        raise refuse(name, f"is no model of sentencepiece: {error}") from error
+        raise refuse(name, f"is not a sentencepiece model: {error}") from error
 
 
 def _parse(content: bytes, name: Path | str) -> SentencePieceModel:
@@ -120,12 +120,14 @@ def _parse(content: bytes, name: Path | str) -> SentencePieceModel:
         raise ValueError(f"it has {len(pieces):,} pieces")
     # ids would not follow from texts
     if len({piece.text for piece in pieces}) < len(pieces):
-        raise ValueError("it has one piece twice")
+        raise ValueError("it has a duplicate piece")
     kind = _number(trainer, MODEL_TYPE, 1)
     if kind not in KINDS:
         raise refuse(name, f"is a model of type {kind}, neither unigram (1) nor bpe (2)")
     if _number(trainer, SUFFIX, 0) or not _number(normalizer, ESCAPE, 1):
-        raise refuse(name, "has spaces at the end of words, or as they are: that is not read")
+        raise refuse(
+            name, "has treat_whitespace_as_suffix or escape_whitespaces off, which is not supported"
+        )
     unknown = [i for i, piece in enumerate(pieces) if piece.kind == UNKNOWN]
     if len(unknown) != 1:
         raise ValueError(f"it has {len(unknown)} unknown pieces")
@@ -196,7 +198,7 @@ def fields(message: bytes) -> dict[int, Value]:
 def _inside(value: Value) -> bytes:
     """Return a value that must be bytes. Raises ValueError for a number."""
     if isinstance(value, int):
-        raise ValueError("a number stands where bytes should")
+        raise ValueError("it has a number in place of bytes")
     return value
 
 
@@ -206,7 +208,7 @@ def _number(found: dict[int, Value], number: int, default: int) -> int:
     """
     value = found.get(number, default)
     if not isinstance(value, int):
-        raise ValueError("bytes stand where a number should")
+        raise ValueError("it has bytes in place of a number")
     return value
 
 
@@ -232,7 +234,7 @@ def records(message: bytes) -> Iterator[tuple[int, Value, bytes]]:
             case wire:
                 raise ValueError(f"byte {start:,} begins a record of wire type {wire}")
         if place > end:
-            raise ValueError(f"it is cut short: a record of byte {start:,} ends at {place:,}")
+            raise ValueError(f"it is truncated: the record at byte {start:,} ends at {place:,}")
         yield tag >> 3, value, message[start:place]
 
 

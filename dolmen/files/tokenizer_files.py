@@ -116,8 +116,8 @@ def check_times(file: Path, step: str, times: int) -> None:
     if times > MAX_GROWTH:
         raise refuse(
             file,
-            f"its {step} can make a text {float(times):.3g} times as long, and at most "
-            f"{MAX_GROWTH} times is read",
+            f"its {step} can make a text {float(times):.3g} times as long, more than the allowed "
+            f"{MAX_GROWTH} times",
         )
 
 
@@ -179,8 +179,8 @@ def check_expressions(file: Path, content: dict) -> None:
     if code:
         raise refuse(
             file,
-            "its regular expressions could not be tried: the process that does so, "
-            f"{sys.executable}, ended with code {code}: {said[-600:]}",
+            f"its regular expressions could not be tested: the process for it, {sys.executable}, "
+            f"ended with code {code}: {said[-600:]}",
         )
 
 

@@ -161,7 +161,7 @@ class Buffer:
     def __setstate__(self, state: Any) -> None:
         """Keep the bytes of the state. Raises UnpicklingError for another state."""
         if not isinstance(state, tuple) or not state or type(state[0]) is not bytes:
-            raise pickle.UnpicklingError("a BytesIO has a state that is no bytes")
+            raise pickle.UnpicklingError("a BytesIO has a state that is not bytes")
         self.content = state[0]
 
 
@@ -180,7 +180,7 @@ class Namespace:
     def __setstate__(self, state: Any) -> None:
         """Take the values from the state. Raises UnpicklingError unless it is a mapping."""
         if not isinstance(state, dict):
-            raise pickle.UnpicklingError("a Namespace has a state that is no mapping")
+            raise pickle.UnpicklingError("a Namespace has a state that is not a mapping")
         self.values = {str(name): value for name, value in state.items()}
 
 
@@ -218,7 +218,9 @@ def _resolve_storage(pid: Any, storages: dict[str, Storage]) -> Storage:
     """
     kind, dtype, key, _, elements, *view = pid
     if kind != "storage" or not isinstance(dtype, torch.dtype) or any(view):
-        raise pickle.UnpicklingError(f"it has a part that is no storage: {str(pid)[:100]}")
+        raise pickle.UnpicklingError(
+            f"it has a persistent id that is not a storage: {str(pid)[:100]}"
+        )
     found = storages.setdefault(str(key), Storage(str(key), dtype, _check_count(elements)))
     if (found.dtype, found.elements) != (dtype, elements):
         raise pickle.UnpicklingError(f"storage {key} is described in two ways")
@@ -248,7 +250,7 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: 
 def _check_count(value: Any) -> int:
     """Return a number of elements. Raises UnpicklingError unless it is an int from 0 to 2**60."""
     if type(value) is not int or not 0 <= value < 2**60:
-        raise pickle.UnpicklingError(f"{str(value)[:100]} is no number of elements")
+        raise pickle.UnpicklingError(f"{str(value)[:100]} is not a number of elements")
     return value
 
 
@@ -296,9 +298,9 @@ def load(file: Path | str) -> Any:
         except Refused:
             raise
         except zipfile.BadZipFile as error:
-            raise refuse(file, f"is not read: it is cut short, or damaged: {error}") from error
+            raise refuse(file, f"cannot be read: it is truncated or damaged: {error}") from error
         except Exception as error:  # a damaged pickle can raise almost anything
-            raise refuse(file, f"is not read: {error}") from error
+            raise refuse(file, f"cannot be read: {error}") from error
 
 
 def load_part(file: Path, position: int, length: int) -> Any:
@@ -312,7 +314,7 @@ def load_part(file: Path, position: int, length: int) -> Any:
         except Refused:
             raise
         except Exception as error:  # a damaged pickle can raise almost anything
-            raise refuse(file, f"is not read from byte {position:,} on: {error}") from error
+            raise refuse(file, f"cannot be read from byte {position:,} on: {error}") from error
 
 
 def tensors(value: Any, file: Path) -> dict[str, Stored]:
@@ -382,7 +384,7 @@ def read_archive(stream: BinaryIO, position: int = 0) -> Any:
         entry = entries.get(f"{root}{NUMBERS}{storage.key}")
         size = storage.elements * storage.dtype.itemsize
         if entry is None or entry.file_size < size:
-            raise ValueError(f"storage {storage.key} is not there, or has less than {size:,} bytes")
+            raise ValueError(f"storage {storage.key} is missing, or has fewer than {size:,} bytes")
         storage.start = position + _data_start(stream, entry.header_offset)
     return value
 
@@ -414,15 +416,15 @@ def read_legacy(stream: BinaryIO) -> Any:
         )
         # after the first pickle, before any other is read
         if values[0] != MAGIC:
-            raise ValueError("it is no file of torch.save")
+            raise ValueError("it is not a file of torch.save")
         at = end
     *_, value, keys = values
     if type(keys) is not list or {*storages} - {*map(str, keys)}:
-        raise ValueError("it does not list the storages that it has")
+        raise ValueError("it has no list of its storages")
     for key in keys:
         storage = storages.get(str(key))
         if storage is None:
-            raise ValueError(f"storage {str(key)[:100]} is listed, and is no tensor's")
+            raise ValueError(f"storage {str(key)[:100]} is listed, but belongs to no tensor")
         stream.seek(at)
         elements = int.from_bytes(stream.read(8), "little")
         storage.start, size = at + 8, elements * storage.dtype.itemsize
@@ -444,7 +446,7 @@ def load_bytes(content: bytes, where: Path) -> dict[str, Any]:
     """
     if len(content) > MOST_BYTES:
         raise refuse(
-            where, f"holds a state of {len(content):,} bytes: {MOST_BYTES:,} are read at most"
+            where, f"holds a state of {len(content):,} bytes, more than the allowed {MOST_BYTES:,}"
         )
     try:
         if content.startswith(ARCHIVE):
@@ -454,7 +456,7 @@ def load_bytes(content: bytes, where: Path) -> dict[str, Any]:
         if value is None:  # a module that has no state wrote that
             return {}
         if not isinstance(value, Mapping):
-            raise ValueError(f"it is a {type(value).__name__}, and no mapping")
+            raise ValueError(f"it is a {type(value).__name__}, not a mapping")
         return {
             str(name): _tensor(one, one.storage.content or content)
             if isinstance(one, StoredView)
@@ -462,7 +464,7 @@ def load_bytes(content: bytes, where: Path) -> dict[str, Any]:
             for name, one in value.items()
         }
     except Exception as error:  # a damaged pickle can raise almost anything
-        raise refuse(where, f"holds a state that is not read: {error}") from error
+        raise refuse(where, f"has a state that cannot be read: {error}") from error
 
 
 def _find_stand_in_of_bytes(module: str, name: str) -> Any:
@@ -482,7 +484,7 @@ def _load_storage(content: Any) -> Storage:
         raise pickle.UnpicklingError("the numbers of a tensor are not bytes")
     found = read_legacy(io.BytesIO(content))
     if not isinstance(found, Storage):
-        raise pickle.UnpicklingError("the numbers of a tensor are no storage")
+        raise pickle.UnpicklingError("a tensor's data is not a storage")
     # its tensor's numbers are in these bytes, not in a file
     found.content = content
     return found
@@ -493,7 +495,7 @@ def _tensor(held: StoredView, content: bytes) -> Tensor:
     unless its elements are contiguous.
     """
     if not held.contiguous:
-        raise pickle.UnpicklingError("a tensor's numbers do not lie in a row")
+        raise pickle.UnpicklingError("a tensor is not contiguous")
     start = held.storage.start + held.offset * held.dtype.itemsize
     if not held.reach:
         return torch.empty(held.shape, dtype=held.dtype)
@@ -542,7 +544,7 @@ class TorchFileWriter:
         """Complete the file. Raises KeyError if tensors are missing."""
         self.archive.close()
         if self.left:
-            raise KeyError(f"{len(self.left)} tensors never came, e.g. {list(self.left)[:3]}")
+            raise KeyError(f"{len(self.left)} tensors were not written, e.g. {list(self.left)[:3]}")
 
     def _add(self, name: str, parts: Iterable[memoryview], size: int) -> None:
         """Write an entry of the archive, of `size` bytes in all, whose data is aligned to ALIGNED

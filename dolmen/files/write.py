@@ -38,7 +38,7 @@ def check_new_folder(name: str | Path) -> Path:
                 f"{name} exists and is not empty: give another folder, or move it away"
             )
     elif os.path.lexists(folder):
-        raise ValueError(f"{name} exists and is no folder: give another name")
+        raise ValueError(f"{name} exists and is not a folder: give another name")
     _check_parent(str(name), folder, parents=True)
     return folder
 
@@ -50,11 +50,13 @@ def _check_parent(words: str, target: Path, parents: bool) -> None:
     above = target.absolute().parents
     parent = next(p for p in above if os.path.lexists(p)) if parents else above[0]
     if not os.path.lexists(parent):
-        raise ValueError(f"{words}: there is no folder {parent}: make it, or give another name")
+        raise ValueError(
+            f"{words}: the folder {parent} does not exist: create it, or give another name"
+        )
     if not parent.is_dir():
-        raise ValueError(f"{words}: {parent} is no folder: give another name")
+        raise ValueError(f"{words}: {parent} is not a folder: give another name")
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"{words}: {parent} cannot be written to: give another name")
+        raise ValueError(f"{words}: {parent} is not writable: give another name")
 
 
 def replace(file: Path, content: bytes | str, lasting: bool = True) -> None:
@@ -87,7 +89,9 @@ def folder(inside: Path, name: str | Path) -> Path:
             path.mkdir()
         # lstat: a link to a folder could lead outside
         if not stat.S_ISDIR(path.lstat().st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, "it is a link or a file, no folder", str(path))
+            raise NotADirectoryError(
+                errno.ENOTDIR, "it is a link or a file, not a folder", str(path)
+            )
     return path
 
 

@@ -37,7 +37,7 @@ class _Open:
             self.values.append(value)
         elif self.key is self:
             if isinstance(value, (dict, list)):
-                raise ValueError("a mapping has a list or mapping for a name")
+                raise ValueError("a mapping has a list or mapping as a key")
             if value in self.values:
                 raise ValueError(f"{ascii(value)[:80]} is given twice in one mapping")
             self.key = value
@@ -138,7 +138,7 @@ def parse_yaml(text: str, depth: int) -> Any:
 def _no_tag(event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> None:
     """Raise ValueError for a value with a tag, such as !!python/object."""
     if event.tag not in (None, "!"):
-        raise ValueError(f"the tag {ascii(event.tag)[1:81]}: tags are not read")
+        raise ValueError(f"the tag {ascii(event.tag)[1:81]}: tags are not supported")
 
 
 def scalar(event: yaml.ScalarEvent) -> Any:

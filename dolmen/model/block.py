@@ -279,9 +279,7 @@ def check_supported(model: spec.ModelSpec) -> None:
         for name, computed in ONLY.get(kind, {}).items():
             value = getattr(component, name)
             if value != computed:
-                raise ValueError(
-                    f"{kind.__name__}.{name} is {value}: dolmen computes {computed} alone"
-                )
+                raise ValueError(f"{kind.__name__}.{name} is {value}: only {computed} is supported")
 
 
 def _check_arrangement(block: spec.BlockSpec) -> None:
@@ -295,8 +293,8 @@ def _check_arrangement(block: spec.BlockSpec) -> None:
     ):
         if not issubclass(module, takes):
             raise ValueError(
-                f"the arrangement {block.arrangement} with {component}: dolmen arranges "
-                f"{type(component).__name__} otherwise alone"
+                f"the arrangement {block.arrangement} with {component} is not supported for "
+                f"{type(component).__name__}"
             )
 
 

@@ -80,10 +80,12 @@ def activation_bytes_per_layer(
     """
     block = spec.blocks[0]
     if not isinstance(block.mixer, AttentionSpec):
-        raise ValueError(f"{block.mixer.words}: dolmen knows what plain attention keeps, not this")
+        raise ValueError(
+            f"{block.mixer.words}: activation memory is known only for plain attention"
+        )
     if isinstance(block.mlp, MoESpec):
         raise ValueError(
-            f"num_experts ({block.mlp.number}): what experts keep depends on the router"
+            f"num_experts ({block.mlp.number}): activation memory of experts depends on the routing"
         )
     attention, mlp = block.mixer, block.mlp
     e = element_bytes

@@ -449,8 +449,8 @@ class Decoder(nn.Module):
         cp = self.split.cp
         if documents is not None and documents.reach is not None and not self.spec.has_prefix_mask:
             raise ValueError(
-                "the batch has prefixes, and no layer of the model has a prefix mask: give batches "
-                "without prefixes, or a model with one"
+                "the batch has prefixes, but the model has no prefix mask: give batches without "
+                "prefixes, or a model with one"
             )
         noise, rows = self._noise(noise, length)
         if self.spec.both_ways:
@@ -472,23 +472,22 @@ class Decoder(nn.Module):
         longest = longest if cache is None else cache.longest
         if most is not None and longest > most:
             raise ValueError(
-                f"{longest} tokens, but the table of positions has {most} "
-                f"(max_position_embeddings): use a shorter sequence"
+                f"{longest} tokens, but max_position_embeddings is {most}: use a shorter sequence"
             )
         if cache is not None:
             return cache.positions
         streams = 1 if positions is None else positions.ids.shape[1]
         if positions is None and self.spec.blanks is not None:
             raise ValueError(
-                "the model's positions follow from special tokens: make them by "
+                "the model's positions depend on special tokens: compute them with "
                 "Batch.read_by(the model's spec)"
             )
         # BERT without types in the batch: all tokens have type 0
         typed = self.spec.embedding.types is not None
         if streams != known and not (positions is None and typed):
             raise ValueError(
-                f"the model knows {known} streams of positions, and the batch has {streams}: make "
-                f"them by Batch.add_positions({known})"
+                f"the model needs {known} position streams, but the batch has {streams}: add them "
+                f"with Batch.add_positions({known})"
             )
         if positions is None:
             index = self.split.cp.indices(length, tokens.device)[None, None]

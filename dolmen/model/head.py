@@ -160,8 +160,7 @@ class LMHead(ModelHead):
         """
         if self.next_sentence_head is None:
             raise ValueError(
-                "the head does not say whether a text follows: give a model that does "
-                "(BertForPreTraining)"
+                "the model has no next-sentence head: give one that has (BertForPreTraining)"
             )
         two = self.next_sentence_head(hidden)
         wide = two.to(torch.promote_types(two.dtype, torch.float32))
@@ -251,7 +250,7 @@ class LMHead(ModelHead):
         if temperature != 1:
             if self.spec.head.soft_cap is not None:
                 raise ValueError(
-                    f"a temperature of {temperature} of logits with a soft cap "
+                    f"temperature {temperature} is not supported for logits with a soft cap "
                     f"({self.spec.head.soft_cap}): use 1"
                 )
             made = made / temperature
@@ -285,8 +284,8 @@ class ScalarHead(ModelHead):
     def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Tensor:
         """Raise ValueError: a scalar head has no logits."""
         raise ValueError(
-            "the model ends in one number for each token, a reward or a value, and predicts no "
-            "token: give one with logits"
+            "the model has a scalar head (a reward or value per token) and predicts no tokens: "
+            "give one with an LM head"
         )
 
 

@@ -87,7 +87,7 @@ def _prepack(one: Linear, weights: Weights, inputs: Axis) -> Linear:
 
 def _freed_message(weights: Weights) -> str:
     """Return the start of the error message for uses of a weight that was freed after packing."""
-    return f"the model was opened to multiply by {weights} weights alone: open it again"
+    return f"the model was loaded with only {weights} weights: load it again"
 
 
 class ParameterModule(nn.Module):
@@ -158,7 +158,7 @@ class ParameterModule(nn.Module):
         if self._freed is not None:
             if torch.is_grad_enabled():
                 raise ValueError(
-                    f"{_freed_message(self._freed[0])}, and nothing is trained by them"
+                    f"{_freed_message(self._freed[0])}, so the model cannot be trained"
                 )
             return self._freed[1]
         if self._prepack_as is None or torch.is_grad_enabled():
@@ -191,7 +191,7 @@ class ParameterModule(nn.Module):
         ValueError if the weight was freed in another format.
         """
         if self._freed is not None and self._freed[0] != weights:
-            raise ValueError(f"{_freed_message(self._freed[0])}, and {weights} ones are asked for")
+            raise ValueError(f"{_freed_message(self._freed[0])}, but {weights} ones are needed")
         # an optimizer step has changed the weight since
         if self._prepacked is not None and self._prepacked[0] != self._state(weights):
             self._prepacked = None

@@ -130,8 +130,8 @@ class Layout:
             way = f"{way} {divisor(processes, self.inner)}"
         there = plural(processes, "process", "processes")
         raise ValueError(
-            f"{product} does not divide the {there}: set {way}, or use a multiple of {self.inner} "
-            "processes"
+            f"{product} is not a divisor of the {there}: set {way}, or use a multiple of "
+            f"{self.inner} processes"
         )
 
     def mesh(self, device: "torch.device", timeout: timedelta | None = None) -> "Mesh":
@@ -174,8 +174,8 @@ class Layout:
         dp = self.dp or 1
         if self.reduction == "fixed" and self.zero == 0 and dp * self.cp > 1:
             raise ValueError(
-                "layout.reduction fixed adds gradients where they are scattered, and layout.zero 0 "
-                "scatters none: set --layout.zero 1"
+                "layout.reduction fixed needs scattered gradients, but layout.zero is 0: set "
+                "--layout.zero 1"
             )
         if global_batch_size % dp:
             raise ValueError(
@@ -195,7 +195,7 @@ class Layout:
         # 2 x cp: zigzag gives each rank an early and a late piece, so that causal work is equal
         if self.cp > 1 and sequence_length % (2 * self.cp):
             raise ValueError(
-                f"context parallelism cuts a sequence of {sequence_length} tokens into 2 x cp "
+                f"context parallelism splits a sequence of {sequence_length} tokens into 2 x cp "
                 f"({2 * self.cp}) equal parts: set --train.sequence-length to a multiple, such as "
                 f"{-(-sequence_length // (2 * self.cp)) * 2 * self.cp}"
             )
@@ -203,10 +203,10 @@ class Layout:
         tokens = microbatch_size * sequence_length // self.cp
         if self.sequence_parallel and tokens % self.tp:
             raise ValueError(
-                f"sequence parallelism splits the {microbatch_size} x {sequence_length // self.cp} "
-                f"tokens of a microbatch over tp ({self.tp}), which does not divide them: set "
-                f"--train.sequence-length to a multiple of {self.tp * self.cp}, or leave "
-                "--layout.sequence-parallel off"
+                f"sequence parallelism splits the {microbatch_size} x "
+                f"{sequence_length // self.cp} tokens of a microbatch over tp ({self.tp}), by "
+                "which they are not divisible: set --train.sequence-length to a multiple of "
+                f"{self.tp * self.cp}, or leave --layout.sequence-parallel off"
             )
         self.make_schedule(global_batch_size, microbatch_size)
 
@@ -216,7 +216,7 @@ class Layout:
         """
         if (self.recompute_layers or 0) > model.layers:
             raise ValueError(
-                f"layout.recompute-layers ({self.recompute_layers}) is over num_hidden_layers "
+                f"layout.recompute-layers ({self.recompute_layers}) exceeds num_hidden_layers "
                 f"({model.layers}): leave it out to recompute all"
             )
         self._check_experts(model)
@@ -225,8 +225,8 @@ class Layout:
             raise ValueError(
                 f"layout.pp ({self.pp}) x layout.virtual-stages ({self.virtual_stages}) = "
                 f"{self.pp * self.virtual_stages} stages, but there are num_hidden_layers "
-                f"({model.layers}) + 2 things to compute (embedding, layers, head): set "
-                f"--layout.pp x --layout.virtual-stages to {model.layers + 2} or less"
+                f"({model.layers}) + 2 units (embedding, layers, head): set --layout.pp x "
+                f"--layout.virtual-stages to {model.layers + 2} or less"
             )
 
     def _check_experts(self, model: ModelSpec) -> None:
@@ -237,14 +237,13 @@ class Layout:
         shared = (self.dp or 1) * self.cp
         if self.ep > 1 and not model.experts:
             raise ValueError(
-                f"layout.ep ({self.ep}) splits experts, and this model has none (num_experts 0): "
-                f"leave --layout.ep 1"
+                f"layout.ep ({self.ep}) splits experts, but the model has none: set --layout.ep 1"
             )
         if shared % self.ep:
             raise ValueError(
-                f"layout.ep ({self.ep}) does not divide layout.dp ({self.dp or 1}) x layout.cp "
-                f"({self.cp}): set --layout.dp {math.lcm(self.ep, self.cp) // self.cp}, or "
-                f"--layout.ep {math.gcd(shared, model.experts, self.ep)}"
+                f"layout.ep ({self.ep}) is not a divisor of layout.dp ({self.dp or 1}) x "
+                f"layout.cp ({self.cp}): set --layout.dp {math.lcm(self.ep, self.cp) // self.cp}, "
+                f"or --layout.ep {math.gcd(shared, model.experts, self.ep)}"
             )
 
 

@@ -80,23 +80,23 @@ class ObjectiveConfig:
                     name for name, known in OPTIONS_OF.items() if field.name in known
                 )
                 raise ValueError(
-                    f"objective.{field.name.replace('_', '-')} applies to {having}, and "
+                    f"objective.{field.name.replace('_', '-')} applies to {having}, but "
                     f"objective.name is {self.name}: leave it out, or set another --objective.name"
                 )
         if self.name == "dpo" and not self.needs_reference and self.reference is not None:
             raise ValueError(
-                f"objective.loss-type {self.loss_type} has no reference model, and "
+                f"objective.loss-type {self.loss_type} has no reference model, but "
                 f"objective.reference is {self.reference}: leave it out, or set another "
                 "--objective.loss-type"
             )
         if self.name == "dpo" and self.margin is not None and self.loss_type != "simpo":
             raise ValueError(
-                f"objective.margin ({self.margin}) applies to reward models and simpo, and "
+                f"objective.margin ({self.margin}) applies to reward models and simpo, but "
                 f"objective.loss-type is {self.loss_type}: leave it out"
             )
         if self.loss_type != "kto" and (self.desirable_weight, self.undesirable_weight) != (1, 1):
             raise ValueError(
-                "objective.desirable-weight and undesirable-weight apply to kto, and "
+                "objective.desirable-weight and undesirable-weight apply to kto, but "
                 f"objective.loss-type is {self.loss_type}: leave them out"
             )
 
@@ -140,6 +140,6 @@ def check_dpo(beta: float, kind: str, label_smoothing: float, rpo_alpha: float =
         )
     if rpo_alpha and kind not in get_args(PairKind):
         raise ValueError(
-            f"rpo_alpha ({rpo_alpha}) applies to {', '.join(get_args(PairKind))}, and kind is "
+            f"rpo_alpha ({rpo_alpha}) applies to {', '.join(get_args(PairKind))}, but kind is "
             f"{kind}: leave it out, or use another kind"
         )

@@ -100,7 +100,7 @@ def routed_log_probabilities(
     """
     check_head("a log-probability", spec.LMHeadSpec, model.spec)
     if not model.spec.experts:
-        raise ValueError("routing replay is for models with experts, and this one has none")
+        raise ValueError("routing replay is for MoE models, but this one has no experts")
     routes: dict[tuple[int, int], Tensor] = {}
 
     def route_callback(micro: int, layer: int, experts: Tensor) -> None:

@@ -63,7 +63,7 @@ class GRPOLoss:
         needed = (OLD, ADVANTAGE, REFERENCE) if self.beta else (OLD, ADVANTAGE)
         if missing := [name for name in needed if name not in batch.numbers]:
             raise ValueError(
-                f"GRPO reads numbers of each token, and the batch lacks {', '.join(missing)}"
+                f"GRPO needs numbers per token that the batch lacks: {', '.join(missing)}"
             )
         return (batch.real_tokens or NO_TOKENS) if self.kind in BY_TOKENS else len(batch.labels)
 

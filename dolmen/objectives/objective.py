@@ -70,8 +70,7 @@ def check_head(user: str, kind: type, model_spec: ModelSpec) -> None:
     """
     if not isinstance(model_spec.head, kind):
         raise ValueError(
-            f"{user} is for a model that ends in {kind.__name__}, and this one ends in "
-            f"{model_spec.head}"
+            f"{user} needs a model with head {kind.__name__}, but this one has {model_spec.head}"
         )
 
 

@@ -113,7 +113,7 @@ def grpo_loss(
     """
     if beta and reference is None:
         raise ValueError(
-            f"beta is {beta}: it is the weight of a KL from a reference, and none is given"
+            f"beta is {beta}: it is the weight of the KL from a reference model, but none is given"
         )
     valid = masked.valid_tokens(mask)
     # one advantage per completion: each of its tokens has it

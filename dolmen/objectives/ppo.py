@@ -126,9 +126,7 @@ def _count(batch: Batch, needed: Iterable[str]) -> float:
     numbers.
     """
     if missing := [name for name in needed if name not in batch.numbers]:
-        raise ValueError(
-            f"PPO reads numbers of each token, and the batch lacks {', '.join(missing)}"
-        )
+        raise ValueError(f"PPO needs numbers per token that the batch lacks: {', '.join(missing)}")
     return batch.real_tokens or NO_TOKENS
 
 

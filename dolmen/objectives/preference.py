@@ -39,8 +39,8 @@ def check_reference(batch: Batch) -> None:
     """
     if REFERENCE not in batch.numbers:
         raise ValueError(
-            "the loss compares with a reference model: a batch needs "
-            f"numbers[{REFERENCE!r}], the log-probabilities of its labels in that model"
+            f"the loss needs a reference model: a batch must have numbers[{REFERENCE!r}], the "
+            "log-probabilities of its labels in that model"
         )
 
 
@@ -175,14 +175,14 @@ class KTO:
         logps = head.log_probabilities(hidden, batch.labels)
         ratios, side = log_ratios(logps, head, index), index.number(SIDE)
         # SIDE is 1 or -1 for a desirable or undesirable completion, 0 for a mismatched one
-        first = side[0::2] != 0  # which of the two rows has the answer of the prompt
+        first = side[0::2] != 0  # which of the two rows has the completion of the prompt
         # the completion of its own prompt, and the one that belongs to another prompt
         own_ratio = torch.where(first, ratios[0::2], ratios[1::2])
         mismatched = torch.where(first, ratios[1::2], ratios[0::2])
         wanted = torch.where(first, side[0::2], side[1::2]) > 0
-        answers = index.real.sum(1, keepdim=True).clamp(min=1)
+        completions = index.real.sum(1, keepdim=True).clamp(min=1)
         # z of the paper: one estimate for each pair of rows
-        kl = torch.where(index.real, mismatched, 0.0).sum(1, keepdim=True) / answers
+        kl = torch.where(index.real, mismatched, 0.0).sum(1, keepdim=True) / completions
         weights = self.desirable_weight, self.undesirable_weight
         losses = kto_losses(own_ratio, wanted, kl, self.beta, *weights)
         # a KL is not negative, its estimate may be; no gradient, as in the paper
@@ -312,9 +312,9 @@ def log_odds(log_p: Float[Tensor, "*pairs"]) -> Float[Tensor, "*pairs"]:
 
 
 def kto(
-    policy: Float[Tensor, " answers"],
-    reference: Float[Tensor, " answers"],
-    desirable: Shaped[Tensor, " answers"],
+    policy: Float[Tensor, " completions"],
+    reference: Float[Tensor, " completions"],
+    desirable: Shaped[Tensor, " completions"],
     *,
     kl: Float[Tensor, ""] | float,
     beta: float = 0.1,
@@ -346,13 +346,13 @@ def kto(
 
 
 def kto_losses(
-    ratio: Float[Tensor, "*answers"],
-    wanted: Bool[Tensor, "*answers"],
-    kl: Float[Tensor, "*#answers"],
+    ratio: Float[Tensor, "*completions"],
+    wanted: Bool[Tensor, "*completions"],
+    kl: Float[Tensor, "*#completions"],
     beta: float,
     desirable_weight: float,
     undesirable_weight: float,
-) -> Float[Tensor, "*answers"]:
+) -> Float[Tensor, "*completions"]:
     """Return KTO's loss of each completion, with h the log-ratio of policy to reference, `ratio`,
     and z = max(0, kl), detached:
 
@@ -406,7 +406,9 @@ def dpo(
     chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
     check_dpo(beta, kind, label_smoothing, rpo_alpha)
     if kind == "ipo" and lengths is None:
-        raise ValueError("ipo divides log-ratios by tokens: give lengths=(chosen, rejected)")
+        raise ValueError(
+            "ipo divides log-ratios by the number of tokens: give lengths=(chosen, rejected)"
+        )
     losses = dpo_losses(chosen, rejected, beta, kind, label_smoothing, lengths)
     if rpo_alpha:
         if lengths is None:

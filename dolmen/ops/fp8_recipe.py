@@ -104,12 +104,12 @@ class Fp8:
             )
             words.append(f"{config.amax_compute} of {config.amax_history} steps{margin}{interval}")
         if config.unrounded:
-            words.append(f"{' and '.join(config.unrounded)} not rounded")
+            words.append(f"{' and '.join(config.unrounded)} in train.dtype")
         # layers left in train.dtype, at either end of the model
         ends = {"first": config.first_layers, "last": config.last_layers}
         left = [f"the {end} {number}" for end, number in ends.items() if number]
         if left:
-            words.append(f"layers left out: {' and '.join(left)}")
+            words.append(f"layers in train.dtype: {' and '.join(left)}")
         return "; ".join(words)
 
 

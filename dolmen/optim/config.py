@@ -69,13 +69,13 @@ class OptimizerConfig:
         if self.name != "muon" and changed:
             name = changed[0]
             raise ValueError(
-                f"optimizer.muon.{name} is {getattr(self.muon, name)}, but optimizer.name "
-                f"is {self.name}, which does not have it: set --optimizer.name muon"
+                f"optimizer.muon.{name} is {getattr(self.muon, name)}, but optimizer.name is "
+                f"{self.name}: set --optimizer.name muon"
             )
         if self.from_init and self.name != "adamw":
             raise ValueError(
-                f"optimizer.from-init takes moments of AdamW, and optimizer.name is {self.name}: "
-                "set --optimizer.name adamw, or leave it out"
+                f"optimizer.from-init needs AdamW, but optimizer.name is {self.name}: set "
+                "--optimizer.name adamw, or leave it out"
             )
 
 

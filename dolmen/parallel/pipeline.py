@@ -310,7 +310,7 @@ class _Step:
         """Run I: compute and send dx, and keep the weight gradients deferred."""
         self._run_backward_graph(action, dy)
         # all that was left there is of this backward: whatever was before it has been taken
-        assert self.work.later is not None, "the schedule splits backward, its Work does not"
+        assert self.work.later is not None, "the schedule splits backward, but its Work does not"
         self.products[action.micro, action.chunk] = self.work.later.take()
         self._reduction.end_backward(action.micro, last=False)
 
@@ -328,7 +328,7 @@ class _Step:
     @property
     def _reduction(self) -> Reduction:
         """The step's `Reduction`; asserts that it has one."""
-        assert self.work.reduction is not None, "the schedule goes backward, its Work does not"
+        assert self.work.reduction is not None, "the schedule has a backward, but its Work does not"
         return self.work.reduction
 
     def _run_backward_graph(self, action: Action, dy: Tensor | None) -> bool:

@@ -144,8 +144,8 @@ def _parse_action(word: str, where: str) -> Action:
     if not found:
         raise gate.refuse(
             where,
-            f"{ascii(word)[:80]} is no action; those are F, B, I or W, a microbatch and maybe a "
-            f"chunk, as in F3 or F3.1",
+            f"{ascii(word)[:80]} is not an action: it must be F, B, I or W, a microbatch and "
+            "optionally a chunk, such as F3 or F3.1",
         )
     return Action(found[1], int(found[2]), int(found[3] or 0))
 
@@ -190,13 +190,14 @@ def interleaved_1f1b(ranks: int, micros: int, chunks: int = 2) -> Schedule:
     """
     if chunks < 2:
         raise ValueError(
-            f"interleaved has several virtual stages per rank, not {chunks}: use "
-            f"--layout.virtual-stages 2, or 1f1b"
+            f"interleaved needs several virtual stages per rank, not {chunks}: use "
+            "--layout.virtual-stages 2, or 1f1b"
         )
     if micros % ranks:
         raise ValueError(
-            f"interleaved takes microbatches in groups of pp ({ranks}), and {micros} is not a "
-            "multiple: change --train.global-batch-size, --train.microbatch-size or --layout.pp"
+            f"interleaved takes microbatches in groups of pp ({ranks}), but {micros} is not a "
+            "multiple of it: change --train.global-batch-size, --train.microbatch-size or "
+            "--layout.pp"
         )
     # groups of `ranks` microbatches visit chunk 0, then chunk 1, ...
     order = [
@@ -255,8 +256,8 @@ def zero_bubble_v(ranks: int, micros: int, chunks: int = 2) -> Schedule:
     """
     if chunks != 2:
         raise ValueError(
-            f"zero-bubble-v has 2 virtual stages per rank, not {chunks}: use "
-            f"--layout.virtual-stages 2"
+            f"zero-bubble-v needs 2 virtual stages per rank, not {chunks}: use "
+            "--layout.virtual-stages 2"
         )
     # the pattern needs that many; leaving some out of it breaks no dependency
     whole = max(micros, 2 * ranks - 1)
@@ -329,8 +330,8 @@ def _require_one_chunk(name: str, chunks: int) -> None:
     """Raise ValueError if schedule `name` is asked for more than one chunk per rank."""
     if chunks != 1:
         raise ValueError(
-            f"{name} has one stage per rank, not {chunks}: use --layout.virtual-stages 1, or "
-            f"interleaved"
+            f"{name} needs one stage per rank, not {chunks}: use --layout.virtual-stages 1, or "
+            "interleaved"
         )
 
 

@@ -152,11 +152,11 @@ def _check_rank(s: Schedule, rank: int) -> None:
         known = action.kind in ("F", "B", "I", "W")
         if not known or not (0 <= action.micro < s.micros and 0 <= action.chunk < s.chunks):
             raise ValueError(
-                f"{s.name}: rank {rank} has {action}, which is not of {s.micros} microbatches "
+                f"{s.name}: rank {rank} has {action}, which is outside of {s.micros} microbatches "
                 f"and {s.chunks} chunks"
             )
         if action in seen:
-            raise ValueError(f"{s.name}: rank {rank} does {action} twice")
+            raise ValueError(f"{s.name}: rank {rank} has {action} twice")
         seen.add(action)
     # ends at the first that misses: a file may say F999999999
     for micro, chunk in ((m, c) for m in range(s.micros) for c in range(s.chunks)):
@@ -166,11 +166,12 @@ def _check_rank(s: Schedule, rank: int) -> None:
         parts = has & {"I", "W"}
         if parts and "B" in has:
             raise ValueError(
-                f"{s.name}: rank {rank} does {Action('B', micro, chunk)} whole and in parts (I, W)"
+                f"{s.name}: rank {rank} has {Action('B', micro, chunk)} both as a whole and "
+                "in parts (I, W)"
             )
         wanted = IN_PARTS if parts else WHOLE
         missing = next(kind for kind in "FBIW" if kind in wanted - has)
-        raise ValueError(f"{s.name}: rank {rank} never does {Action(missing, micro, chunk)}")
+        raise ValueError(f"{s.name}: rank {rank} is missing {Action(missing, micro, chunk)}")
 
 
 Result = tuple[str, int, int]
@@ -276,7 +277,7 @@ def _deadlock(schedule: Schedule, at: list[int], needs: dict[int, tuple[str, int
             None,
         )
         stuck.append(
-            f"rank {rank} stands at {schedule.actions[rank][at[rank]]} and waits for {action} of "
-            f"rank {other}"
+            f"rank {rank} is blocked at {schedule.actions[rank][at[rank]]}, waiting for {action} "
+            f"of rank {other}"
         )
     return f"{schedule.name} deadlocks: " + "; ".join(stuck)

@@ -187,7 +187,7 @@ def _styles(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
             raise ValueError(f"plan: the module has no part {pattern}: {hint}")
         for name in own:
             if found.get(name, style) != style:
-                raise ValueError(f"plan: {name} is {found[name]} and {style}: name it once")
+                raise ValueError(f"plan: {name} is {found[name]} and {style}: list it once")
             found[name] = style
     return found
 
@@ -212,8 +212,8 @@ def _places(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, state.P
         other = first.setdefault(p, name)
         if places[other] != places[name]:
             raise ValueError(
-                f"plan: {other} and {name} are one parameter, and would be cut in two ways: give "
-                "both parts one style, or leave both whole"
+                f"plan: {other} and {name} are one parameter, but would be sharded in two ways: "
+                "give both the same style, or leave both out"
             )
     return places
 
@@ -227,14 +227,17 @@ def _check(name: str, part: nn.Module, style: Style, tp: Axis) -> None:
     if (style, type(part)) not in MADE:
         able = [kind.__name__ for one, kind in MADE if one == style]
         raise ValueError(
-            f"plan: {name} is a {type(part).__name__}, and {style} is of {' or '.join(able)}"
+            f"plan: {name} is a {type(part).__name__}, but {style} is for {' or '.join(able)}"
         )
     if isinstance(part, nn.Embedding) and (part.max_norm is not None or part.scale_grad_by_freq):
-        raise ValueError(f"plan: {name} has max_norm or scale_grad_by_freq: leave it whole")
+        raise ValueError(
+            f"plan: {name} has max_norm or scale_grad_by_freq, which cannot be sharded: leave it "
+            "out"
+        )
     if isinstance(part, nn.Linear) and style != "vocabulary":
         size = part.out_features if style == "columns" else part.in_features
         if size % tp.size:
             raise ValueError(
-                f"plan: {name} has {size} {style}, which tp ({tp.size}) does not divide: use "
-                "another tp, or leave it whole"
+                f"plan: {name} has {size} {style}, not divisible by tp ({tp.size}): use another "
+                "tp, or leave it out"
             )

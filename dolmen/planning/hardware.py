@@ -438,6 +438,6 @@ def _check(file: Path, name: str, value: float, bound: Bound) -> None:
     if not bound.least <= value <= bound.most:
         raise gate.refuse(
             file,
-            f"{name} is {value:,g}, and {bound.least:,g} to {bound.most:,g} {bound.unit} is "
-            f"possible ({bound.known})",
+            f"{name} is {value:,g}: it must be {bound.least:,g} to {bound.most:,g} {bound.unit} "
+            f"({bound.known})",
         )

@@ -48,7 +48,7 @@ def load_run(name: str, adapt: bool = True, init: str | None = None) -> RunConfi
         raise ValueError(f"{name} is a folder: dolmen train {file / 'config.yaml'} starts its run")
     if is_folder:
         raise ValueError(
-            f"{name} is a folder; if it is one of data: dolmen train pretrain --data.path {name}"
+            f"{name} is a folder; to train on its files: dolmen train pretrain --data.path {name}"
         )
     if not is_file:
         # recipes have lower-case names

@@ -62,11 +62,11 @@ def check(config: GenerateConfig) -> None:
     if config.best is None and not config.reward:
         return
     if config.best is None or not config.reward:
-        raise ValueError("--best FILE and --reward belong together: give both, or none")
+        raise ValueError("--best and --reward need each other: give both, or neither")
     if config.input is None or config.num_samples < 2:
         raise ValueError(
-            f"--best chooses among several samples of each row of --input: num_samples is "
-            f"{config.num_samples}, use --num-samples 2 or more"
+            "--best chooses among several samples per row, but num_samples is "
+            f"{config.num_samples}: use --num-samples 2 or more"
         )
     write.check_new("--best", config.best)
     for _, name in parse_rewards(config.reward):

@@ -128,10 +128,8 @@ class RolloutConfig:
             )
         if self.overlong_buffer > self.max_new_tokens:
             raise ValueError(
-                f"rollout.overlong-buffer ({self.overlong_buffer}) is over rollout.max-new-tokens "
-                f"({self.max_new_tokens}), whose last tokens it is: set it to "
-                f"{self.max_new_tokens} "
-                "or less"
+                f"rollout.overlong-buffer ({self.overlong_buffer}) exceeds rollout.max-new-tokens "
+                f"({self.max_new_tokens}): set it to {self.max_new_tokens} or less"
             )
 
     def completions(self, global_batch_size: int) -> int:
@@ -157,10 +155,9 @@ class RolloutConfig:
         if self.max_off_policy_steps is not None and updates - 1 > self.max_off_policy_steps:
             raise ValueError(
                 f"a rollout iteration has {updates} updates (rollout.prompts, num-generations and "
-                f"epochs), so that its last one is {updates - 1} updates off-policy, and "
+                f"epochs), so that its last one is {updates - 1} updates off-policy, but "
                 f"rollout.max-off-policy-steps is {self.max_off_policy_steps}: use fewer prompts "
-                "or "
-                f"epochs, or set --rollout.max-off-policy-steps {updates - 1}"
+                f"or epochs, or set --rollout.max-off-policy-steps {updates - 1}"
             )
         return updates
 
@@ -223,13 +220,13 @@ class PPOConfig:
         if bool(self.pretraining_coef) != bool(self.pretraining_path):
             paths = " ".join(self.pretraining_path) or "none"
             raise ValueError(
-                f"ppo.pretraining-coef ({self.pretraining_coef:g}) weighs the text of "
+                f"ppo.pretraining-coef ({self.pretraining_coef:g}) is the weight of the text of "
                 f"ppo.pretraining-path ({paths}): give both, or neither"
             )
         if self.kl_target is not None and not self.kl_coef:
             raise ValueError(
-                f"ppo.kl-target ({self.kl_target:g}) multiplies ppo.kl-coef, which is 0 and stays "
-                "so: set --ppo.kl-coef to an initial value such as 0.05"
+                f"ppo.kl-target ({self.kl_target:g}) adapts ppo.kl-coef by factors, but that is "
+                "0: set --ppo.kl-coef to an initial value such as 0.05"
             )
 
     @property

@@ -141,7 +141,9 @@ class MultiTurn:
         replies = call() if self.mesh.size == 1 else consensus.run_on_rank_zero(call)
         for reply in replies:
             if reply.error and self.stop_on_failure:
-                raise RewardError(f"{reply.error} (--rollout.on-failure zero or leave-out goes on)")
+                raise RewardError(
+                    f"{reply.error} (--rollout.on-failure zero or leave-out continues)"
+                )
         return replies
 
     def _decode(self, tokens: list[int]) -> str:

@@ -64,8 +64,8 @@ class FunctionWorker:
         if reply is None:
             self.stop()
             return {
-                "failed": f"{self.name} gave no {self.kind} within {self.timeout:g} s, or ended "
-                "its process"
+                "failed": f"{self.name} returned no {self.kind} within {self.timeout:g} s, or its "
+                "process ended"
             }
         if reply.pop("number", None) != self.requests:
             self.stop()
@@ -98,9 +98,9 @@ class FunctionWorker:
         if first is None or "ready" not in first:
             self.stop()
             why = (
-                f"it was not ready in {START_SECONDS:g} s"
+                f"it was not ready within {START_SECONDS:g} s"
                 if first is None
-                else first.get("failed", "it wrote no reply")
+                else first.get("failed", "it sent no reply")
             )
             raise ValueError(f"{self.kind} {self.name}: {why}")
 
@@ -189,9 +189,10 @@ def check_signature(name: str, function: Callable[..., Any], kind: str) -> None:
     call = f"function({', '.join(ARGUMENTS[kind])})"
     if kind == "reward" and "completions" in signature.parameters:
         raise ValueError(
-            f"{name} takes lists of completions, as a reward function of TRL does; dolmen calls "
-            f"{call} for each completion: give one that returns {name.rpartition(':')[2]}("
-            "prompts=[prompt], completions=[completion], **{k: [v] for k, v in row.items()})[0]"
+            f"{name} takes lists of completions, like a reward function of TRL, but dolmen calls "
+            f"{call} once per completion: give one that returns "
+            f"{name.rpartition(':')[2]}(prompts=[prompt], completions=[completion], **{{k: [v] "
+            "for k, v in row.items()})[0]"
         )
     try:
         signature.bind(*ARGUMENTS[kind])
@@ -207,7 +208,7 @@ def compute_reward(function: Callable[..., object], request: dict[str, Any]) -> 
     found = function(request["prompt"], request["completion"], request["row"])
     kind = type(found).__name__  # numpy's bool is not Python's
     if not isinstance(found, SupportsFloat) or kind.startswith("bool"):
-        return {"failed": f"it gave {kind}, not a number"}
+        return {"failed": f"it returned {kind}, not a number"}
     reward = float(found)
     return {"reward": reward} if abs(reward) < LARGEST else {"failed": f"it gave {reward}"}
 
@@ -218,9 +219,9 @@ def compute_turn(function: Callable[..., str | None], request: dict[str, Any]) -
     """
     turn = function(request["prompt"], request["turns"], request["row"])
     if turn is not None and not isinstance(turn, str):
-        return {"failed": f"it gave {type(turn).__name__}, not a text or None"}
+        return {"failed": f"it returned {type(turn).__name__}, not text or None"}
     if turn is not None and turn != _escape_surrogates(turn):
-        return {"failed": "it gave half a character (a lone surrogate)"}
+        return {"failed": "it returned a lone surrogate, which is not valid text"}
     return {"turn": turn}
 
 

@@ -51,7 +51,8 @@ class GenerationModel:
         """
         if mesh.size % tp:
             raise ValueError(
-                f"rollout.tp ({tp}) does not divide the run's {mesh.size} processes: set another"
+                f"rollout.tp ({tp}) is not a divisor of the run's {mesh.size} processes: set "
+                "another"
             )
         # all ranks that tp and pp leave are data-parallel copies: cp and ep of training become dp
         layout = Layout(tp=tp, pp=pp, dp=mesh.size // (tp * pp))

@@ -185,7 +185,7 @@ class RolloutBatches:
             # the first rank's folder, where hosts share none
             rollout = load() if self.mesh.size == 1 else consensus.run_on_rank_zero(load)
         except ValueError as error:
-            raise Damaged(f"{error}; remove it, and its completions are sampled again") from None
+            raise Damaged(f"{error}; remove it to sample its completions again") from None
         if rollout is None:
             rollout = self._make(first_step)
         self.setup.offloader.use_for_updates()

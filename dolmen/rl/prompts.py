@@ -176,8 +176,8 @@ def prepare(
         raise ValueError(
             f"--data.path {source.name}: of {plural(len(read), 'prompt')} none is left"
             + (
-                f": the shortest has {longest} tokens, and train.sequence-length "
-                f"({sequence_length}) less rollout.max-new-tokens ({rollout.max_new_tokens}) "
+                f": the shortest has {longest} tokens, but train.sequence-length "
+                f"({sequence_length}) minus rollout.max-new-tokens ({rollout.max_new_tokens}) "
                 f"leaves {room}"
                 if read
                 else ""
@@ -185,7 +185,7 @@ def prepare(
         )
     mixture = Prompts(source.name, kept, rollout.num_generations * rollout.epochs, seed)
     left_out = (
-        f"left out: {plural(len(read) - len(kept), 'prompt')} of over {room} tokens "
+        f"skipped: {plural(len(read) - len(kept), 'prompt')} of over {room} tokens "
         "(--train.sequence-length, --rollout.max-new-tokens)"
     )
     updates = rollout.updates(global_batch_size)
@@ -239,19 +239,19 @@ def _prompts(
         named = [name for name in PROMPT_ROWS if name in row]
         if len(named) != 1:
             known = ", ".join(f"`{name}`" for name in PROMPT_ROWS)
-            raise gate.refuse(where, f"it must have one of {known}, and has {len(named)} of them")
+            raise gate.refuse(where, f"it must have exactly one of {known}, but has {len(named)}")
         gate.check_schema(row, where, PROMPT_ROWS[named[0]])
         comparing = [name for name in rewards if name in NEEDS_ANSWER]
         if comparing and "answer" not in row:
-            said = f"it has no `answer`, which --reward {comparing[0]} compares with"
+            said = f"it has no `answer`, which --reward {comparing[0]} needs"
             raise gate.refuse(where, said)
         if named[0] == "messages":
             if row["messages"][-1]["role"] == ASSISTANT:
-                raise gate.refuse(where, "its last message is the assistant's own")
+                raise gate.refuse(where, "its last message is the assistant's")
             template = template or template_of(tokenizer, data.template)
             tokens = template.prompt(Chat(row["messages"], 1.0, where))
         else:
             tokens = special_tokens.frame_prompt(model, tokenizer(row[named[0]])["input_ids"])
         if not tokens:
-            raise gate.refuse(where, "its prompt has no token")
+            raise gate.refuse(where, "its prompt has no tokens")
         yield Prompt(tokens, row, where)

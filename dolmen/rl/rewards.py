@@ -96,9 +96,7 @@ class RuleReward(RewardFunction):
         try:
             return RewardResult(self.rule(completion))
         except KeyError as error:
-            return RewardResult(
-                None, f"the row has no field {error}, which the reward compares with"
-            )
+            return RewardResult(None, f"the row has no field {error}, which the reward needs")
 
 
 def exact(completion: RewardInput) -> float:
@@ -177,8 +175,8 @@ def parse_rewards(rewards: Sequence[str]) -> list[tuple[float, str]]:
             found.append((float(weight), name))
         else:
             raise ValueError(
-                f"reward is {cut(text)}: WEIGHT:REWARD has a weight over 0, at most {LARGEST:g}, "
-                "and a reward"
+                f"reward is {cut(text)}: the weight in WEIGHT:REWARD must be over 0 and at most "
+                f"{LARGEST:g}, and a reward"
             )
     return found
 
@@ -204,7 +202,7 @@ def make_reward_function(name: str, timeout: float) -> RewardFunction:
         try:
             found = re.compile(pattern)
         except re.error as error:
-            raise ValueError(f"reward {name}: no regular expression: {error}") from None
+            raise ValueError(f"reward {name}: not a regular expression: {error}") from None
         return RuleReward(lambda each: float(found.search(each.completion) is not None))
     check_function_name(
         name, "reward", f"{', '.join(RULES)}, regex:PATTERN, the folder of a reward model or "
@@ -232,8 +230,8 @@ class RewardModel:
         longest, limit = max(map(len, texts)), self.model.spec.max_position_embeddings
         if longest > limit:
             raise ValueError(
-                f"a prompt with its completion has {longest} tokens, and the reward model reads "
-                f"{limit} (max_position_embeddings): set a smaller --rollout.max-new-tokens"
+                f"a prompt with its completion has {longest} tokens, but the reward model reads "
+                f"only {limit} (max_position_embeddings): set a smaller --rollout.max-new-tokens"
             )
         # the length that every layout can split: 2 cp chunks, for the zigzag of causal attention,
         # times tp
@@ -278,13 +276,12 @@ def check_reward_model(
     spec = source.spec
     if not isinstance(spec.head, ScalarHeadSpec):
         raise ValueError(
-            f"reward {name} predicts tokens: give a model with a scalar head, as dolmen train "
-            "reward makes one"
+            f"reward {name} has an LM head: give a model with a scalar head (dolmen train reward)"
         )
     if spec.vocab_size != vocab_size:
         raise ValueError(
-            f"reward {name} has a vocab_size of {spec.vocab_size:,}, the model {vocab_size:,}: "
-            "give a reward model of the same tokens"
+            f"reward {name} has a vocab_size of {spec.vocab_size:,}, but the model has "
+            f"{vocab_size:,}: give a reward model with the same vocabulary"
         )
     # nothing to compare: equal vocab_size has to do
     if source.tokenizer is None or tokenizer is None:
@@ -296,8 +293,8 @@ def check_reward_model(
     other = sorted(token for token, number in ours.items() if theirs.get(token) != number)
     if other:
         raise ValueError(
-            f"reward {name} has a tokenizer of its own: {len(other):,} of {len(ours):,} tokens, as "
-            f"{other[0]!r}, have other ids; give a reward model of the same tokens"
+            f"reward {name} has another tokenizer than the model: {len(other):,} of {len(ours):,} "
+            f"tokens, as {other[0]!r}, have other ids; give a reward model with the same tokenizer"
         )
 
 
@@ -404,7 +401,7 @@ class CombinedReward:
         if result.reward is not None:
             return result.reward
         if self.on_failure == "stop":
-            raise ValueError(f"{result.error} (--rollout.on-failure zero or leave-out goes on)")
+            raise ValueError(f"{result.error} (--rollout.on-failure zero or leave-out continues)")
         if self.mesh.first:
             self.say(f"WARNING: {result.error}")
         return 0.0 if self.on_failure == "zero" else math.nan

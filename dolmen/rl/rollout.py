@@ -259,7 +259,7 @@ def load(
     shapes = {"rewards": shape[:1], EXPERTS: (*shape, *experts.shape[2:]), **kind.other_shapes}
     for name, tensor in tensors.items():
         if tensor.shape != shapes.get(name, shape):
-            problem = f"{name} has shape {tuple(tensor.shape)}, and tokens {tuple(shape)}"
+            problem = f"{name} has shape {tuple(tensor.shape)}, but tokens {tuple(shape)}"
             raise gate.refuse(file, problem)
     return kind(**tensors) if shape[0] == completions else None
 
@@ -271,7 +271,7 @@ def check_ids(file: Path, rollout: Rollout, spec: ModelSpec) -> None:
     for name, ids in (("tokens", rollout.tokens), ("labels", rollout.labels[rollout.trained])):
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < spec.vocab_size:
             found = f"{name} are from {int(ids.min())} to {int(ids.max())}"
-            raise gate.refuse(file, f"{found}, and the vocab_size is {spec.vocab_size:,}")
+            raise gate.refuse(file, f"{found}, but vocab_size is {spec.vocab_size:,}")
     if rollout.experts.numel():
         check_experts(file, rollout.experts, spec)
 
@@ -285,11 +285,15 @@ def check_experts(
     choices = max((place.stop for place in choice_slices(spec).values()), default=0)
     if experts.shape[2] != choices:
         raise gate.refuse(
-            file, f"{EXPERTS} are {experts.shape[2]} choices per token, and the model has {choices}"
+            file, f"{EXPERTS} are {experts.shape[2]} choices per token, but the model has {choices}"
         )
     if int(experts.max()) >= spec.experts:
         raise gate.refuse(
-            file, f"{EXPERTS} have index {int(experts.max())}, and the model {spec.experts} of them"
+            file,
+            (
+                f"{EXPERTS} have index {int(experts.max())}, but the model has {spec.experts} "
+                "experts"
+            ),
         )
 
 

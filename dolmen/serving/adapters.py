@@ -138,21 +138,22 @@ def _check(low: LowRank, spec: ModelSpec, weights: Weights) -> None:
         # a segment of tokens has one adapter, but is spread over many experts
         if leaves[weight].stacked:
             raise ValueError(
-                f"it adapts the experts of {weight}, which are multiplied in stacks, each token by "
-                "those that it is sent to: merge it (dolmen export), or leave experts out"
+                f"it adapts the experts of {weight}, which is not supported in multi-LoRA "
+                "serving: merge it (dolmen export), or leave experts out"
             )
         if leaves[weight].role != "matrix":
             raise ValueError(
-                f"it adapts {weight}; several adapters can only adapt matrices of layers: merge it "
-                "into the base (dolmen export), or leave out the head, embeddings and routers"
+                f"it adapts {weight}, but multi-LoRA serving supports only linear layers of "
+                "blocks: merge it into the base (dolmen export), or leave out the head, "
+                "embeddings and routers"
             )
         layer, _, rest = weight.removeprefix("layers.").partition(".")
         if rest == "attn.kv_b.weight" and isinstance(
             spec.blocks[int(layer)].mixer, LatentAttentionSpec
         ):
             raise ValueError(
-                f"it adapts {weight} of latent attention, by which cached tokens of all texts are "
-                "multiplied: merge it (dolmen export), or leave kv_b_proj out"
+                f"it adapts {weight} of latent attention, which multiplies the KV cache of all "
+                "sequences: merge it (dolmen export), or leave kv_b_proj out"
             )
 
 
@@ -177,8 +178,8 @@ def _place(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
     """
     if model.tp.gathers or data.units(model):
         raise ValueError(
-            "several adapters are for a model that is split over tp and pp alone: load it for "
-            "generation, without sequence parallelism and ZeRO"
+            "multi-LoRA serving needs a model split only over tp and pp: load it for generation, "
+            "without sequence parallelism and ZeRO"
         )
     # one assignment for all weights: the runner sets it once per forward
     turn, held = AdapterAssignment(), model.local_specs()
@@ -232,7 +233,7 @@ def _read_pair(low: LowRank, weight: str, model: Decoder) -> Pair:
         if value is not None and not value.isfinite().all():
             large = dtype == torch.float16 and bool(read[name].isfinite().all())
             raise ValueError(
-                f"{name} has values that are no numbers in {dtype}, as products read it"
+                f"{name} has values that are not finite in {dtype}"
                 + ": use --dtype float32" * large
             )
     return made

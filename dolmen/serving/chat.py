@@ -38,7 +38,7 @@ class ChatSession:
         self.source, self.tokenizer, self.config = source, tokenizer, config
         self.template = tokenizer_template(
             tokenizer,
-            "it is no chat model; `dolmen generate --prompt` continues a text",
+            "it is not a chat model; `dolmen generate --prompt` continues text",
             "give a model with one",
         )
         self.messages: list[dict[str, Any]] = []
@@ -116,8 +116,8 @@ class ChatSession:
         room = spec.max_position_embeddings - len(tokens) + 1
         if room < params.max_new_tokens:
             raise ValueError(
-                f"the chat has {plural(len(tokens), 'token')} and a reply may have "
-                f"{params.max_new_tokens:,}, max_position_embeddings is "
+                f"the chat has {plural(len(tokens), 'token')} and a reply up to "
+                f"{params.max_new_tokens:,}, but max_position_embeddings is "
                 f"{spec.max_position_embeddings:,}: start again with /reset, or use a smaller "
                 "--max-new-tokens"
             )

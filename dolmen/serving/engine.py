@@ -161,12 +161,12 @@ class Engine:
             )
         if len(model.split.parts) > 1:
             raise ValueError(
-                f"a rank holds {len(model.split.parts)} stages of the model, and generation takes "
-                "one: set --layout.virtual-stages 1"
+                f"a rank has {len(model.split.parts)} stages of the model, but generation "
+                "supports one: set --layout.virtual-stages 1"
             )
         if model.alone is not None and model.alone != weights:
             raise ValueError(
-                f"the model was opened for --weights {model.alone} only, not {weights}: open it "
+                f"the model was loaded for --weights {model.alone} only, not {weights}: load it "
                 "again"
             )
         if weights == "int8":

@@ -45,8 +45,8 @@ def check_stop(stop: Sequence[str]) -> None:
     for text in stop:
         if not text:
             raise ValueError(
-                "--stop is empty, which would end every text before it begins: give a text, or "
-                "leave it out"
+                "--stop is empty, which would end every completion at once: give a text, or leave "
+                "it out"
             )
 
 
@@ -213,7 +213,7 @@ class StopStrings:
     def __init__(self, tokenizer: PreTrainedTokenizer | None, stop: Sequence[str]):
         """Raises ValueError for stop strings without a tokenizer."""
         if stop and tokenizer is None:
-            raise ValueError("--stop is text, and there is no tokenizer: leave it out")
+            raise ValueError("--stop needs a tokenizer, but the model has none: leave it out")
         self.tokenizer, self.stop = tokenizer, stop
         self._texts: dict[tuple[int, int], Detokenizer] = {}
 

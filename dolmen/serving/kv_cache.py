@@ -443,7 +443,7 @@ def _check_prefix(sequence: int, past: int, new: int, prefix: int) -> None:
     if past < prefix and (past or new < prefix):
         raise ValueError(
             f"sequence {sequence} has read {past} tokens and reads {new}, but its first {prefix} "
-            "see one another: read these in one forward"
+            "are a bidirectional prefix: read these in one forward"
         )
 
 

@@ -303,17 +303,17 @@ def _deciding_options(config: GenerateConfig, source: ModelSource) -> dict[str, 
 def _print_summary(read: FileSummary, config: GenerateConfig, verbose: bool) -> None:
     """Print how many rows are left out, cut, or limited by the model's positions, if any."""
     if read.bad:
-        say(f"{plural(read.bad, 'row')} left out: they are not valid", verbose)
+        say(f"{plural(read.bad, 'row')} skipped: they are invalid", verbose)
     if read.cut:
         say(
-            f"{plural(read.cut, 'prompt')} cut to {plural(config.max_input_tokens or 0, 'token')}"
-            ", from the left",
+            f"{plural(read.cut, 'prompt')} truncated to "
+            f"{plural(config.max_input_tokens or 0, 'token')}, from the left",
             verbose,
         )
     if read.short:
         say(
-            f"{plural(read.short, 'row')} may end before --max-new-tokens: the model has no "
-            "position for more",
+            f"{plural(read.short, 'row')} may end before --max-new-tokens, at "
+            "max_position_embeddings",
             verbose,
         )
 
@@ -391,8 +391,8 @@ def _summary(job: Job, meter: Meter, close: int) -> str:
     )
     if close:
         text += (
-            f"; {plural(close, 'token')} lay within 1e-4 of another one, and may be that one in "
-            "another batch or layout"
+            f"; {plural(close, 'token')} had a runner-up within 1e-4, which another batch or "
+            "layout may choose"
         )
     return text
 

@@ -58,12 +58,12 @@ def check_output(
     journal, there = journal_path(output), os.path.lexists(output)
     unfinished = os.path.lexists(journal)
     if there and not output.is_file():
-        raise ValueError(f"--output {output} exists and is no file: give another name")
+        raise ValueError(f"--output {output} exists and is not a file: give another name")
     if not resume:
         if unfinished:
             raise ValueError(
-                f"--output {output} is unfinished ({journal.name} lies beside it): "
-                "use --resume, or delete both"
+                f"--output {output} is unfinished (see {journal.name} next to it): use --resume, "
+                "or delete both"
             )
         write.check_new("--output", output)
     elif unfinished:
@@ -73,8 +73,8 @@ def check_output(
         found = sum(1 for _ in gate.read_json_lines(output, OUTPUT_ROW))
         if found != rows:
             raise ValueError(
-                f"--resume: {output} has {plural(found, 'row')} of {rows:,}, and no "
-                f"{journal.name} beside it says what was asked: give another --output"
+                f"--resume: {output} has {plural(found, 'row')} of {rows:,}, but {journal.name} "
+                "with its options is missing: give another --output"
             )
         return False
     return True
@@ -89,19 +89,19 @@ def _check_head(journal: Path, there: bool, options: Mapping[str, Any], input_di
     if not (there or line.endswith(b"\n")):  # killed as it began
         return
     if not line.endswith(b"\n"):
-        raise ValueError(f"--resume: {journal} is damaged: delete it and the output, or mend it")
+        raise ValueError(f"--resume: {journal} is damaged: delete it and the output, or repair it")
     head = gate.parse_json(line, f"{journal}, line 1", JOURNAL_HEAD)
     if head["input"] != input_digest:
         raise ValueError(
-            f"--resume: the rows of --input are others than {journal} was begun with: give those, "
-            "or another --output"
+            f"--resume: the rows of --input differ from those that {journal} was started with: "
+            "give those, or another --output"
         )
     before = head["asked"]
     for name in sorted({*before, *options}):
         if before.get(name) != options.get(name):
             raise ValueError(
-                f"--resume: {name} was {brief(before.get(name))} when {journal} was begun, and is "
-                f"{brief(options.get(name))}: use the same, or give another --output"
+                f"--resume: {name} was {brief(before.get(name))} when {journal} was started, but "
+                f"is {brief(options.get(name))}: use the same, or give another --output"
             )
 
 
@@ -123,8 +123,8 @@ def check_finished(output: Path, rows: Iterable[PromptRow]) -> None:
                 what = "is behind the last row's"
                 raise ValueError(
                     f"--resume: {output}, line {number}: it "
-                    f"{what if row is None else f'does not belong to {row.where}'}: the output was "
-                    "changed after it was written: put it back as it was, or give another --output"
+                    f"{what if row is None else f'does not belong to {row.where}'}: the output "
+                    "was changed after it was written: restore it, or give another --output"
                 )
 
 
@@ -200,8 +200,8 @@ class OutputFile:
                 self.journal.add(json_line({"row": row, "answer": answer}))
         except OSError as error:
             raise Failed(
-                f"answers cannot be written beside {self.file} ({error.strerror}): mend that, and "
-                "go on with --resume",
+                f"completions cannot be written next to {self.file} ({error.strerror}): fix that, "
+                "and use --resume",
                 final=True,
             ) from error
 

@@ -51,7 +51,7 @@ def check_model(
         layout = layout.resolve(started.world_size if started else None)
         if layout.dp != 1 and not replicas:
             raise ValueError(
-                f"{layout.world} processes were started: {verb} is split over tp alone, set "
+                f"{layout.world} processes were started, but {verb} splits only over tp: set "
                 f"--layout.tp {layout.world}"
             )
         least = layout.pp * (layout.dp or 1)  # a microbatch per stage

@@ -78,7 +78,7 @@ def check_file(file: Path) -> None:
     if form(file) not in PARSERS:
         raise ValueError(
             f"--input {file}: use a .jsonl (rows with `prompt`, `query` or `messages`) or a .txt "
-            "(a prompt per line); each may have .gz or .zst behind"
+            "(a prompt per line), optionally compressed as .gz or .zst"
         )
     with gate.open_file(file):
         pass
@@ -113,7 +113,7 @@ def _parse_jsonl(line: bytes, where: str) -> dict[str, Any]:
     if len(fields_present) != 1:
         known = ", ".join(f"`{name}`" for name in PROMPT_ROWS)
         present = " and ".join(f"`{name}`" for name in fields_present) or "none of them"
-        raise gate.refuse(where, f"it must have one of {known}, and has {present}")
+        raise gate.refuse(where, f"it must have exactly one of {known}, but has {present}")
     gate.check_schema(fields, where, PROMPT_ROWS[fields_present[0]])
     if taken := [name for name in OUTPUT_FIELDS if name in fields]:
         raise gate.refuse(
@@ -122,12 +122,12 @@ def _parse_jsonl(line: bytes, where: str) -> dict[str, Any]:
         )
     # the template would open a second assistant turn behind it
     if "messages" in fields and fields["messages"][-1]["role"] == ASSISTANT:
-        raise gate.refuse(where, "its last message is the assistant's own: end with the user's")
+        raise gate.refuse(where, "its last message is the assistant's: it must end with the user's")
     try:
         json_line(fields)
     # found now, not when the row is written
     except UnicodeEncodeError:
-        raise gate.refuse(where, "it has half a character (a lone surrogate)") from None
+        raise gate.refuse(where, "it has a lone surrogate, which is not valid text") from None
     return fields
 
 
@@ -193,7 +193,7 @@ class PromptFile:
             cut += not whole
             short += request.params.max_new_tokens < most
         if not places:
-            raise ValueError(f"--input {self.file} has no row that can be answered")
+            raise ValueError(f"--input {self.file} has no valid row")
         return FileSummary(places, cut, short, bad)
 
     def rows_at(self, places: array) -> Iterator[PromptRow]:
@@ -229,7 +229,7 @@ class PromptFile:
         if len(tokens) > most:
             raise gate.refuse(
                 row.where,
-                f"its prompt has {plural(len(tokens), 'token')}, max_position_embeddings is "
+                f"its prompt has {plural(len(tokens), 'token')}, but max_position_embeddings is "
                 f"{most:,}: use --max-input-tokens {most} or fewer",
             )
         if spec.longest is not None:  # the last new token is not read

@@ -77,8 +77,8 @@ class SamplingParams:
                 raise ValueError(f"{name}_new_tokens is {count}: use --{name}-new-tokens 0 or more")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
-                f"min_new_tokens is {self.min_new_tokens} and max_new_tokens "
-                f"{self.max_new_tokens}: raise --max-new-tokens"
+                f"min_new_tokens ({self.min_new_tokens}) exceeds max_new_tokens "
+                f"({self.max_new_tokens}): increase --max-new-tokens"
             )
 
 
@@ -232,7 +232,7 @@ def check(model: ModelSpec, request: Request, limits: Limits) -> str | None:
     beyond = [t for t in (*params.logit_bias, *params.stop) if not 0 <= t < model.vocab_size]
     if beyond:
         raise ValueError(
-            f"logit_bias or stop has token {beyond[0]}, the model's vocab_size is "
+            f"logit_bias or stop has token {beyond[0]}, but the model's vocab_size is "
             f"{model.vocab_size}: use the tokenizer of the model"
         )
     # the last new token is not read
@@ -241,8 +241,8 @@ def check(model: ModelSpec, request: Request, limits: Limits) -> str | None:
     needed = -(-read // limits.page)
     if limits.pages is not None and needed > limits.pages:
         raise ValueError(
-            f"{name} may take {plural(needed, 'page')} of {limits.page} tokens, and the cache has "
-            f"{limits.pages}: give it more, or use --max-new-tokens "
+            f"{name} may take {plural(needed, 'page')} of {limits.page} tokens, but the KV cache "
+            f"has {limits.pages}: enlarge it, or use --max-new-tokens "
             f"{max(limits.pages * limits.page - len(request.tokens) + 1, 0)}"
         )
     return _warn_beyond_context(model, len(request.tokens), params.max_new_tokens, read)
@@ -256,13 +256,13 @@ def check_int8(model: ModelSpec, device: str, sharded: bool) -> None:
     kinds = {type(part) for block in model.blocks for part in (block.mixer, block.mlp)}
     why = None
     if MoESpec in kinds:
-        why = "the model has experts, whose weights are multiplied in stacks"
+        why = "int8 is not supported for experts"
     elif LatentAttentionSpec in kinds:
-        why = "the model has latent attention, which multiplies queries by weights as they are"
+        why = "int8 is not supported for latent attention"
     elif device != "cpu":
-        why = f"the model is on a device of kind {device}, and int8 products are a CPU's"
+        why = f"int8 is supported only on a CPU, but the model is on {device}"
     elif sharded:
-        why = "the model is sharded over dp, and its weights are here for a moment each"
+        why = "int8 is not supported for a model sharded over dp"
     if why is not None:
         raise ValueError(f"{why}: leave out --weights int8")
 
@@ -278,7 +278,7 @@ def _check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
     # a wrong id would index past the embedding: a crash on a GPU
     if not 0 <= min(tokens) <= max(tokens) < vocabulary:
         raise ValueError(
-            f"{name} has tokens {min(tokens)} to {max(tokens)}, the model's vocab_size is "
+            f"{name} has tokens {min(tokens)} to {max(tokens)}, but the model's vocab_size is "
             f"{vocabulary}: use the tokenizer of the model"
         )
 
@@ -292,13 +292,13 @@ def _warn_beyond_context(model: ModelSpec, prompt: int, new: int, read: int) -> 
     if read <= most:
         return None
     text = (
-        f"a prompt of {plural(prompt, 'token')} and {new:,} new ones read {read:,} positions, "
+        f"a prompt of {plural(prompt, 'token')} and {new:,} new ones read {read:,} positions, but "
         f"max_position_embeddings is {most}"
     )
     # rope has an angle for any position; a learned embedding ends
     if model.longest is None:
         # a warning only: rope extrapolates
-        return f"{text}: the model was not made for more, and its text may be poor"
+        return f"{text}: quality may degrade beyond it"
     knob = f"use --max-new-tokens {most - prompt + 1}" if prompt <= most else "use a shorter prompt"
     raise ValueError(f"{text}: {knob}")
 

@@ -88,9 +88,9 @@ def _validation(run: RunConfig, outcome: dict) -> str:
     when = "" if step == outcome["steps"] else f", after step {step}"
     objective = run.objective
     unit = {"tokens": "nats per token", "reward": "per pair"}.get(
-        objective.name, "per answer" if objective.loss_type == "kto" else "per pair"
+        objective.name, "per completion" if objective.loss_type == "kto" else "per pair"
     )
-    of = "answers" if objective.name == "reward" else "tokens"
+    of = "completions" if objective.name == "reward" else "tokens"
     return f"{outcome['val_loss']:.4f} {unit} on {tokens} held-out {of}{when}"
 
 

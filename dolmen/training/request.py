@@ -18,7 +18,9 @@ class LaunchOptions:
     out: Name | None = None
     """Folder of the run. Default: that of the given config.yaml, else runs/NAME."""
     resume: bool = False
-    """Resume from the newest complete checkpoint in --out, in any layout."""
+    """Resume from the newest complete checkpoint in --out. Without --layout.*, the layout is
+    that of the recipe or file; a run's config.yaml has the one it was started with.
+    """
     overwrite: bool = False
     """Delete the run in --out and start again."""
     nproc: Positive | None = None

@@ -255,7 +255,7 @@ HOW = {
     "--data.split with --data.order megatron",
     "eval-iters": "a validation reads --log.validation-tokens tokens",
     "num-nodes": "start one `dolmen train` per process with torchrun or srun",
-    "nproc-per-node": "the number of processes follows from --layout.*; or set --nproc",
+    "nproc-per-node": "set --nproc, or --layout.tp, --layout.dp and so on, which determine it",
     "device": "dolmen takes the GPUs that are visible, else the CPU: set CUDA_VISIBLE_DEVICES",
     "normalization": FAMILY,
     "norm": FAMILY,

@@ -183,7 +183,7 @@ def check_size(config: VocabTrainConfig, sample: Sample) -> None:
     # each token that is learned is a run of the text of its own
     if (wanted := config.size - given) > sample.bytes:
         raise ValueError(
-            f"--size is {config.size:,}, and {plural(sample.bytes, 'byte')} of text are too few "
+            f"--size is {config.size:,}, but {plural(sample.bytes, 'byte')} of text are too few "
             f"for {wanted:,} tokens besides single bytes: use --size "
             f"{given + sample.bytes // 10:,} or less, or more text"
         )

@@ -45,7 +45,7 @@ GROUPS = (
         (
             Figure("reward", "Mean reward of the completions of an iteration."),
             Figure("length", "Mean number of tokens of a completion."),
-            Figure("finished", "Share of completions that end with an end-of-text token."),
+            Figure("finished", "Fraction of completions that end with an EOS token."),
         ),
     ),
     Group(
@@ -53,39 +53,42 @@ GROUPS = (
         (
             Figure(
                 "loss",
-                "Training loss: every value, and the mean of each with its neighbours, a "
-                "twentieth of all that is shown; validation loss: open marks. A cross at the top "
-                "is a loss that was not finite.",
+                "Training loss: all values, and a running mean over a twentieth of those shown. "
+                "Open marks: validation loss. A cross at the top is a loss that was not finite.",
             ),
         ),
     ),
     Group(
-        "The course of training",
+        "Training",
         (
             Figure("rate", "Learning rate."),
             Figure("norm", "Gradient norm before clipping."),
-            Figure("skipped", "Steps that changed no parameter: not finite, or a spike."),
+            Figure("skipped", "Skipped steps (loss or gradient not finite, or a spike)."),
             Figure(
                 "life",
                 "Starts (bars) and checkpoints: filled marks are on disk, open ones have been "
-                "deleted. Hatched: steps that were made again, after a start from an earlier one.",
+                "deleted. Hatched: steps that were repeated after a restart.",
             ),
         ),
     ),
     Group(
         "Speed and memory",
         (
-            Figure("speed", "Tokens per second of all processes, validations left out."),
-            Figure("mfu", "Model FLOP utilization: of the datasheet's peak, or of the measured."),
-            Figure("held", "The most memory that the first rank has held so far."),
-            Figure("ranks", "The same of every rank, when it was last asked."),
+            Figure("speed", "Tokens per second of all processes, without validation."),
+            Figure(
+                "mfu", "Model FLOPs utilization, relative to the datasheet's or the measured peak."
+            ),
+            Figure("held", "Peak memory of the first rank so far."),
+            Figure("ranks", "Peak memory of every rank, at the last report."),
         ),
     ),
     Group(
         "Experts",
         (
-            Figure("busiest", "Tokens of the busiest expert over the mean, in the worst layer."),
-            Figure("loads", "Tokens of each expert (across) of each layer (down) in one step."),
+            Figure(
+                "busiest", "Load of the busiest expert relative to the mean, in the worst layer."
+            ),
+            Figure("loads", "Tokens per expert (columns) and layer (rows) in one step."),
         ),
     ),
 )

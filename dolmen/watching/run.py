@@ -34,11 +34,13 @@ class WatchedRun:
 
     def __init__(self, folder: Path, label: str):
         if not folder.is_dir():
-            raise ValueError(f"{folder} is no folder: give that of a run, such as runs/quickstart")
+            raise ValueError(
+                f"{folder} is not a folder: give that of a run, such as runs/quickstart"
+            )
         if not any((folder / name).exists() for name in ("config.yaml", METRICS)):
             raise ValueError(
-                f"{folder} holds no run: it has neither config.yaml nor {METRICS}; give the folder "
-                "that dolmen train wrote"
+                f"{folder} does not contain a run: it has neither config.yaml nor {METRICS}; give "
+                "the folder that dolmen train wrote"
             )
         self.folder, self.label = folder, label
         self.rows = Tail(folder / METRICS, kinds.METRICS_ROW)
@@ -79,7 +81,8 @@ class WatchedRun:
             self.refused[name] = str(error)
         if tail.refused:
             self.refused[name] = (
-                f"{plural(tail.refused, 'line')} of {name} left out: damaged, or none of dolmen's"
+                f"{plural(tail.refused, 'line')} of {name} skipped: damaged, or not written "
+                "by dolmen"
             )
 
     def _clear(self, name: str) -> None:
@@ -195,7 +198,7 @@ class WatchedRun:
         if last["ended"] is not None:
             return last["ended"] + again
         # a killed run writes no end, so files alone cannot tell which
-        return f"in progress, or killed; last heard of at {self._heard()} (UTC){again}"
+        return f"in progress, or killed; last update at {self._heard()} (UTC){again}"
 
     def _heard(self) -> str:
         """Return the time of the last write to the run's files, UTC, as text."""

@@ -108,10 +108,10 @@ class Handler(BaseHTTPRequestHandler):
             # bounded: a long query costs nothing
             token = parse_qs(url.query, max_num_fields=8).get("token", [""])[0]
         except ValueError:
-            return self._say(HTTPStatus.BAD_REQUEST, "that is no address\n")
+            return self._say(HTTPStatus.BAD_REQUEST, "not a valid address\n")
         # in constant time: response times do not show how much of the token was right
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            return self._say(HTTPStatus.FORBIDDEN, "the address lacks its token\n")
+            return self._say(HTTPStatus.FORBIDDEN, "the address lacks its secret token\n")
         answer = self.server.shown.answer(url.path)
         if answer is None:
             return self._say(HTTPStatus.NOT_FOUND, "there is no such page\n")
@@ -144,6 +144,6 @@ def serve(folders: list[Path], config: ShowConfig) -> None:
     except OSError as error:
         raise ValueError(f"--host {config.host} --port {config.port}: {error.strerror}") from None
     print(f"open {server.address}", flush=True)
-    print("Ctrl-C ends it; the page then stays as it was last", flush=True)
+    print("Ctrl-C stops the server; the open page keeps its last state", flush=True)
     with server:
         server.serve_forever()

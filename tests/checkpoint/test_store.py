@@ -204,7 +204,7 @@ def test_damaged_descriptions_are_named(store):
 
 def test_locates(store, tmp_path):
     for path in (tmp_path, store.folder, tmp_path / "nowhere"):
-        with pytest.raises(ValueError, match=f"{path} holds no whole checkpoint"):
+        with pytest.raises(ValueError, match=f"{path} has no complete checkpoint"):
             locate(path)
     for step in (1, 2):
         store.save(step, tensors(step), {}, wait=True)
@@ -217,7 +217,7 @@ def test_locates(store, tmp_path):
     )
     partial = store.path(2).rename(store.folder / "step-00000002.partial")
     assert locate(tmp_path) == store.path(1)
-    with pytest.raises(ValueError, match="holds no whole checkpoint"):
+    with pytest.raises(ValueError, match="has no complete checkpoint"):
         locate(partial)
 
 

@@ -263,7 +263,7 @@ def test_generate(material):
         ({"text_field": 5}, "^text_field is 5: it must be text$"),
         ({"window": 1.5}, "^window is 1.5: it must be a whole number$"),
         ({"window": 65}, "use window 2 to 64$"),
-        ({"tokenizer": "bpe:300"}, "^tokenizer bpe:300: a model is evaluated with"),
+        ({"tokenizer": "bpe:300"}, "^tokenizer bpe:300: evaluation needs"),
     ):
         with pytest.raises(ValueError, match=said):
             dolmen.evaluate(material.model, material.docs, **options)
@@ -416,7 +416,7 @@ def test_a_stopped_command_has_saved_and_goes_on(material, tmp_path, monkeypatch
     monkeypatch.undo()
     assert (
         stopped.code == code
-        and f"stopped by signal {which.value} after step 4, saved" in stopped.out
+        and f"stopped by signal {which.value} after step 4, checkpoint saved" in stopped.out
         and not stopped.err
     )
     assert (

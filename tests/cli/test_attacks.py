@@ -232,7 +232,7 @@ def test_an_expression_that_never_ends(material, tmp_path):
 def test_hostile_yaml(tmp_path, text, want):
     (tmp_path / "run.yaml").write_text(text)
     result = command("train", tmp_path / "run.yaml", "--out", tmp_path / "out")
-    assert result.code == 2 and f"{tmp_path}/run.yaml: is not a YAML file" in result.words
+    assert result.code == 2 and f"{tmp_path}/run.yaml: is not valid YAML" in result.words
     assert want in result.words and not (tmp_path / "out").exists()
 
 
@@ -245,7 +245,7 @@ def test_a_cut_config_yaml_is_told_as_one(run):
         file.write_text(text)
         result = command("train", file, "--resume")
         assert result.code == 2 and str(file) in result.words
-        assert "is cut short" in result.words or "it is damaged" in result.words
+        assert "is truncated" in result.words or "it is damaged" in result.words
     file.write_text(whole)
     assert command("train", file, "--resume").code == 0
 

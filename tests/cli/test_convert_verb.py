@@ -88,13 +88,13 @@ BAD = {
         "ranks",
         lambda f: torch.save({"args": Evil(), "model": {}}, rank(f, 1)),
         (),
-        "it names __builtin__.print, which dolmen does not take",
+        "it names __builtin__.print, which is not allowed",
     ),
-    "a shard is cut": ("ranks", lambda f: cut(rank(f, 0)), (), "model_optim_rng.pt: is not read"),
+    "a shard is cut": ("ranks", lambda f: cut(rank(f, 0)), (), "rng.pt: cannot be read"),
     "a shard of transformers is cut": (
         "hf", lambda f: cut(f / "model.safetensors"), (), "is truncated",
     ),
-    "an index that points outside": ("hf", outside, (), "names what is not in the folder"),
+    "an index that points outside": ("hf", outside, (), "lists files that are missing"),
     "ranks that heads do not divide": (
         "hf", None, ("--to", "megatron", "--tp", 3), "num_attention_heads (4) is not divisible by",
     ),

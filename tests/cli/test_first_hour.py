@@ -113,7 +113,10 @@ def test_the_warning_of_a_warm_up_names_what_would_do(run, material):
 
 def test_a_folder_is_no_recipe(material, run):
     for folder, said in (
-        (material.docs, f"if it is one of data: dolmen train pretrain --data.path {material.docs}"),
+        (
+            material.docs,
+            f"to train on its files: dolmen train pretrain --data.path {material.docs}",
+        ),
         (run, f"dolmen train {run}/config.yaml starts its run"),
     ):
         result = dolmen("train", folder)
@@ -163,8 +166,8 @@ def test_an_encoder_is_verified_next_as_it_cannot_generate(tmp_path):
         ("--train.dtype torch.float32", "is 'torch.float32': did you mean float32?"),
         (
             "--data.path Org/Name --data.tokenizer bpe:300",
-            "--data.tokenizer bpe:300 trains on local files only, but Org/Name is not a local file "
-            "here, was taken for a hub id: give the path of your files, or",
+            "--data.tokenizer bpe:300 trains on local files only, but Org/Name is not a local "
+            "file, so it is a hub id: give the path of your files, or",
         ),
     ],
 )
@@ -209,8 +212,8 @@ def test_fields_that_nobody_knows_are_told():
     strange = {"flux_capacitor": 1, "num-hiden-layers": 2, "dropout": 0.1}
     assert unknown_fields_warning(Model(known | strange)) == (
         "the model's config.json has dropout (did you mean --train.dropout?), flux_capacitor, "
-        "num-hiden-layers (did you mean num_hidden_layers?), of which llama knows nothing: kept "
-        "for an export, without effect on the model"
+        "num-hiden-layers (did you mean num_hidden_layers?), unknown to llama: kept "
+        "for export, without effect on the model"
     )
 
 
@@ -218,7 +221,7 @@ def test_a_warning_of_unknown_fields_is_bounded_and_hints_inside():
     said = unknown_fields_warning(
         Model({"model_type": "llama"} | {f"x{i:05}": 1 for i in range(5000)})
     )
-    assert "x00007, and 4,992 more, of which" in said and len(said) < 300
+    assert "x00007, and 4,992 more, unknown" in said and len(said) < 300
     assert len(unknown_fields_warning(Model({"model_type": "llama", "y" * 100_000: 1}))) < 300
     rope = {"rope_type": "default", "rope_thetta": 1.0}
     said = unknown_fields_warning(Model({"model_type": "llama", "rope_parameters": rope}))
@@ -230,7 +233,7 @@ def test_every_verb_tells_what_nobody_knows_once(material, tmp_path):
     model, run = shutil.copytree(material.model, tmp_path / "model"), tmp_path / "run"
     content = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(content | {"flux_capacitor": 1}))
-    line = "the model's config.json has flux_capacitor, of which llama knows nothing"
+    line = "the model's config.json has flux_capacitor, unknown to llama"
     text = ("--data.path", material.docs)
     for words in (
         ("verify", model, "--length", 4),
@@ -266,7 +269,7 @@ def test_little_held_out_text_is_told(material, tmp_path):
             ("--data.validation", text),
             "tokens, and a batch 64: its loss is noisy; use more",
         ),
-        ("b", ("--train.global-batch-size", 128), "3.00% asked for), and a batch 2,048: its loss"),
+        ("b", ("--train.global-batch-size", 128), "3.00% requested), and a batch 2,048: its loss"),
         ("c", ("--data.validation-fraction", 0), None),
         ("d", (), None),
     ):
@@ -275,7 +278,7 @@ def test_little_held_out_text_is_told(material, tmp_path):
         assert result.code == 0 and ("WARNING" in found) == (said is not None), found
         assert said is None or said in found, found
     run = material.config(data={"validation_fraction": 0.25})
-    assert "(0.40% of the text, 25.00% asked for)" in small_validation_split(run, Held(80, 19920))
+    assert "(0.40% of the text, 25.00% requested)" in small_validation_split(run, Held(80, 19920))
     assert "use a larger --data.validation-fraction" in small_validation_split(
         run, Held(999, 19001)
     )
@@ -307,7 +310,7 @@ def test_trainer_and_generator_that_disagree_are_told_with_what_to_look_at(mater
     assert logprob_mismatch(material.config(), {}, 6) is None and not told(1.0, "float32")
     assert "after step 6 trainer and generator disagree" in told(1.1, "float32")
     assert "--rollout.tp 1" in told(3, "float32") and "is 3 times as far" in told(3, "float32")
-    assert "Rounding to bfloat16 alone" in told(300, "bfloat16")
+    assert "Rounding to bfloat16 can" in told(300, "bfloat16")
 
 
 def test_only_tokens_of_the_tokenizer_are_drawn(material, tmp_path):

@@ -27,7 +27,7 @@ def whole(material, tmp_path_factory):
 def test_the_header_says_the_recipe(whole):
     _, said = whole
     assert "fp8 fp8-delayed, E4M3, gradients E5M2; max of 3 steps;" in said
-    assert "all else in float32" in said
+    assert "the rest in float32" in said
 
 
 @pytest.mark.slow
@@ -84,22 +84,20 @@ def test_its_scales_go_to_transformer_engine_and_begin_another_run(whole, materi
         tmp_path / "run",
     )
     begun = dolmen("train", material.file, *words)
-    assert begun.code == 0 and "scales are those of --init" in " ".join(begun.out.split()), (
-        begun.err
-    )
+    assert begun.code == 0 and "fp8 scales of --init" in " ".join(begun.out.split()), begun.err
 
 
 @pytest.mark.parametrize(
     "words, said",
     [
         ("--train.fp8.format e4m3", "set --train.precision"),
-        ("--train.precision mxfp8 --train.fp8.margin 1", "train.fp8.margin is of fp8-delayed"),
+        ("--train.precision mxfp8 --train.fp8.margin 1", "train.fp8.margin is for fp8-delayed"),
         (
             "--train.precision mxfp8 --train.fp8.margin -1",
             "train.fp8.margin is -1: it must be at",
         ),
         ("--train.precision fp8-rowwise --train.fp8.first-layers 2", "leave none of the 2 layers"),
-        ("--train.precision mxfp8 --layout.tp 2", "among 32 neighbours, and tp (2) cuts the 32 of"),
+        ("--train.precision mxfp8 --layout.tp 2", "per 32 elements, but tp (2) splits the 32 of"),
         ("--train.precision fp8-rowwise --layout.tp 4", "num_key_value_heads (2)"),
         ("--train.precision mxfp8 --layout.cp 2", "layout.cp (2) leaves parts of"),
     ],

@@ -122,7 +122,7 @@ def test_stop_strings_log_probabilities_and_a_cut(material, tmp_path):
     assert len(found[0]["tokens"]) < 12
     cut = ("generate", material.model, "--input", rows, "--output", tmp_path / "c")
     told = dolmen(*cut, "--max-input-tokens", 4, "--max-new-tokens", 6)
-    assert told.code == 0 and "1 prompt cut to 4 tokens, from the left" in told.err
+    assert told.code == 0 and "1 prompt truncated to 4 tokens, from the left" in told.err
     reader = load_tokenizer(str(material.model))
     ids = reader("abc def ghi jab cde fgh")["input_ids"]
     assert len(ids) > 4
@@ -162,7 +162,7 @@ def test_messages_are_written_by_the_chat_template(material, chatty, tmp_path):
 @pytest.mark.parametrize(
     "words, said",
     [
-        ((), "in.jsonl, line 2: its prompt has 90 tokens, max_position_embeddings is 64"),
+        ((), "in.jsonl, line 2: its prompt has 90 tokens, but max_position_embeddings is 64"),
         (("--stop", ""), "--stop is empty"),
         (("--temperature", "-1"), "temperature is -1.0: use --temperature 0"),
         (("--top-k", "3"), "--top-k has no effect"),
@@ -193,13 +193,13 @@ def test_an_output_that_exists_and_bad_rows(material, tmp_path):
     told = dolmen(*asked, out)
     assert told.code == 2 and "in.jsonl, line 2: is not JSON" in told.err and not out.exists()
     told = dolmen(*asked, out, "--skip-bad")
-    assert told.code == 0 and "2 rows left out" in told.err
+    assert told.code == 0 and "2 rows skipped" in told.err
     assert [row["prompt"] for row in read(out)] == ["a", "c"]
     assert "wrote" in told.err and "per second" in told.err
     told = dolmen(*asked, out, "--skip-bad", "--resume")
     assert told.code == 0 and "has all 2 rows: nothing left to do" in told.err
     told = dolmen(*asked, tmp_path / "no/out.jsonl")
-    assert told.code == 2 and "there is no folder" in told.err
+    assert told.code == 2 and "does not exist: create it" in told.err
     told = dolmen("generate", material.model, "--prompt", "a", "--output", out)
     assert told.code == 2 and "--output needs --input FILE" in told.err
 
@@ -313,7 +313,7 @@ def test_an_answer_that_stops_by_itself_is_not_called_cut(chatty, monkeypatch):
     said(monkeypatch, "ab\n")
     told = dolmen("chat", chatty, "--temperature", 0, "--stop", answer[-1])
     assert told.out.rstrip("\n") == answer[: answer.index(answer[-1])]
-    assert "was cut" not in told.err
+    assert "was truncated" not in told.err
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(chatty, monkeypatch):

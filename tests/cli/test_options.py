@@ -393,7 +393,7 @@ def test_advice_names_options_that_exist(spelling):
             "train gpt3-175b --model.sliding-layers 4",
             "other families have layer_types: choose one with --model.model-type, of cohere2",
         ),
-        ("train quickstart --model.qk-norm", "choose it with --model.model-type"),
+        ("train quickstart --model.qk-norm", "choose one with --model.model-type"),
         ("train quickstart --max-steps 2", "did you mean --train.steps?"),
         ("train quickstart --tensor-parallel-size 2", "did you mean --layout.tp?"),
         ("train quickstart --training.seq-len 2", "did you mean --train.sequence-length?"),
@@ -552,7 +552,7 @@ def test_choices_and_defaults_of_a_model_are_shown():
     assert "--model.hidden-activation {silu, swish, gelu, gelu_python, relu, gelu_new," in shown
     assert "--model.rope-parameters.rope-type {default, linear, llama3, yarn, dynamic," in shown
     assert "--model.layer-types [{full_attention, sliding_attention} ...]|None" in shown
-    assert "the first does. (default: sliding_attention full_attention sliding" in shown
+    assert "is sliding_attention. (default: sliding_attention full_attention sliding" in shown
 
 
 def test_usage_and_version():
@@ -737,6 +737,8 @@ def test_a_model_of_another_family():
     assert parse_run("train", words).config.model.spec.blocks[0].mixer.positions.theta == 1e6
     gpt2 = parse_run("train", ["quickstart", "--model.model-type=gpt2"]).config.model.spec
     assert (gpt2.hidden_size, gpt2.layers, gpt2.blocks[0].mlp.size) == (256, 6, 704)
+    bert = parse_run("train", ["llama-8b", "--model.model-type=bert"]).config.model.spec
+    assert bert.hidden_size == 4096 and bert.head.tied  # Llama's is not, which BERT cannot express
 
 
 def test_a_file_is_named_after_itself_or_its_run(tmp_path):

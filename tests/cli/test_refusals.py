@@ -75,12 +75,12 @@ OPTIONS = {
     "sequence-parallel": (
         "--layout.tp 2 --layout.sequence-parallel --train.sequence-length 15 "
         "--train.microbatch-size 1",
-        "the 1 x 15 tokens of a microbatch over tp (2), which does not divide them: set "
+        "the 1 x 15 tokens of a microbatch over tp (2), by which they are not divisible: set "
         "--train.sequence-length to a multiple",
     ),
     "nproc": (
         "--layout.tp 2 --nproc 3",
-        "layout.tp (2) does not divide the 3 processes: set --layout.tp 1, or use a multiple of 2",
+        "layout.tp (2) is not a divisor of the 3 processes: set --layout.tp 1, or use a multiple",
     ),
     "nproc-1": (
         "--nproc 3 --layout.dp 1",
@@ -115,7 +115,7 @@ OPTIONS = {
     "missing": ("--data.path {folder}/none.txt", "none.txt: no such file or folder"),
     "missing-folder": ("--data.path {folder}/docs/none/", "no such file or folder"),
     "empty": ("--data.path {scratch}/empty.txt", "empty.txt: 1 file with 0 bytes"),
-    "empty-folder": ("--data.path {scratch}/empty", "none to read"),
+    "empty-folder": ("--data.path {scratch}/empty", "none readable"),
     "short": (
         "--data.path {scratch}/short.txt",
         "fewer than one window of sequence_length + 1 (17): use a smaller --train.sequence-length",
@@ -137,8 +137,7 @@ OPTIONS = {
     "no-tokenizer": ("--data.tokenizer {folder}/docs", "no tokenizer"),
     "no-end": (
         "--data.tokenizer {scratch}/no-end",
-        "names no end-of-text token, so the end of a document cannot be marked: use "
-        "--data.end-of-text",
+        "defines no EOS token to end documents with: use --data.end-of-text",
     ),
     "end": (
         "--data.end-of-text <none>",
@@ -230,7 +229,7 @@ OPTIONS = {
     "other-shape": (
         "--init {folder}/model --model.hidden-size 64",
         "/model has weights of another shape than the run's --model.hidden-size 64 (32): leave "
-        "out what changes its shape, or train without --init",
+        "out the options that change the shape, or train without --init",
     ),
 }
 
@@ -273,8 +272,7 @@ FILES = {
     ),
     "no-model-type": (
         "model: {rms_norm_eps: 1e-6}",
-        "model: model_type is missing: set it to the family whose config.json it is, one of "
-        "baichuan, bert, bloom,",
+        "model: model_type is missing: set it to the model's family, one of baichuan, bert, bloom,",
     ),
     "matrices": (
         "model: {model_type: mixtral, num_hidden_layers: 4096, num_local_experts: 16384}",
@@ -304,8 +302,8 @@ FILES = {
     "range": ("optimizer: {lr: -1}", "optimizer.lr is -1: it must be at least 0"),
     "list": ("[1, 2]", "it is a list of 2: it must be null or a mapping"),
     "text": ("hello", "it is 'hello': it must be null or a mapping"),
-    "broken": ("a: [b", "is not a YAML file"),
-    "binary": ("\0\1", "is not a YAML file"),
+    "broken": ("a: [b", "is not valid YAML"),
+    "binary": ("\0\1", "is not valid YAML"),
 }
 
 
@@ -367,7 +365,7 @@ MODELS = {
     truncated: "model.safetensors: is truncated",
     no_config: "has no config.json",
     no_weights: "has neither model.safetensors nor",
-    pickled: "pytorch_model.bin: is not read: byte 0 is",
+    pickled: "pytorch_model.bin: cannot be read: byte 0 is",
     other_class: "model_type is 't5': dolmen knows baichuan, bert, bloom",
 }
 
@@ -403,8 +401,8 @@ def test_init_that_is_not_there(material, tmp_path):
 
 def test_no_model(material, tmp_path):
     said = refused(material, tmp_path / "out", "--data.path", material.docs, file="pretrain")
-    assert "there is no model: give --init a transformers directory or hub id" in said
-    assert "make one of --model.model-type and its fields" in said
+    assert "no model: give --init (a transformers directory or hub id)" in said
+    assert "define one with --model.model-type and its fields" in said
 
 
 def test_the_recipe_comes_first():
@@ -431,7 +429,7 @@ def test_a_folder_is_refused_before_a_model_is_opened(material, tmp_path, monkey
     (tmp_path / "notes.txt").write_text("mine")
     for words in (("--out", tmp_path), (f"--out={tmp_path}", "--train.steps", 3)):
         result = dolmen("train", "pretrain", "--init", material.model, *words)
-        assert result.code == 2 and "is not empty and holds no run" in result.words
+        assert result.code == 2 and "is not empty and does not contain" in result.words
 
 
 def test_a_folder_that_holds_a_run(material, tmp_path):

@@ -246,7 +246,7 @@ def test_torchrun_restarts_what_was_killed_and_not_what_was_asked_to_end(materia
         torchrun.kill()
     assert torchrun.returncode != 0 and said.count("resuming from step ") == 1, complained
     assert (
-        f"stopped by signal 15 after step {steps(out)[-1]}, saved" in said
+        f"stopped by signal 15 after step {steps(out)[-1]}, checkpoint saved" in said
         and len(rows(out)) == steps(out)[-1]
     )
 
@@ -276,7 +276,7 @@ def worker(monkeypatch):
 def test_a_first_start_is_refused_what_a_restart_is_not(worker, material, run):
     words = ("train", material.file, "--out", run, *FIXED, "--train.steps", 14)
     first = worker(*words, count=0)
-    assert first.code == 2 and "already holds a run" in first.words
+    assert first.code == 2 and "already contains a run" in first.words
     again = worker(*words)
     assert again.code == 0 and "resuming from step 12" in again.out and max(steps(run)) == 14
 
@@ -300,7 +300,7 @@ def test_only_the_first_start_overwrites(worker, material, run, whole):
     other = worker(*words)
     assert (
         other.code == 0
-        and "nothing is left" not in other.out
+        and "nothing left" not in other.out
         and losses(run) == losses(whole)
         and (run / OWNER).read_text() == "run job-1"
     )
@@ -392,7 +392,7 @@ def test_what_is_whole_and_does_not_fit_is_not_put_aside(worker, material, run):
     before = sorted(p.name for p in (run / "checkpoints").iterdir())
     words = ("train", material.file, "--out", run, *FIXED, "--train.steps", 14)
     other = worker(*words, "--model.intermediate-size", 64)
-    assert other.code == 2 and "step 12 is of another model" in other.words, other
+    assert other.code == 2 and "step 12 belongs to another model" in other.words, other
     assert "intermediate_size: 48 -> 64" in other.words and other.err.count("\n") == 1
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == before
     newer(run / "checkpoints" / "step-00000012")

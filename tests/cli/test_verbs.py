@@ -133,7 +133,7 @@ def test_export_of_a_run_from_nothing_is_float32(material, tmp_path):
     )
     assert (
         result.code == 0
-        and "gives the same logits" in result.out
+        and "computes the same logits" in result.out
         and "a sample" in result.out
         and "gzip -9" in result.out
     ), result.out

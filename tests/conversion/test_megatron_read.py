@@ -236,10 +236,10 @@ class Evil:
             r"iter_0000012 has 3 ranks of 4 \(tp 2, pp 2\): mp_rank_01_001 is missing",
         ),
         (lambda it: (it / LAST).unlink(), r"mp_rank_01_001 has no model_optim_rng.pt"),
-        (lambda it: cut(it / LAST), "mp_rank_01_001/model_optim_rng.pt: is not read"),
+        (lambda it: cut(it / LAST), "mp_rank_01_001/model_optim_rng.pt: cannot be read"),
         (
             lambda it: rewrite(it / LAST, lambda v: v.update(rng=Evil())),
-            "it names __builtin__.print, which dolmen does not take from a pickle",
+            "it names __builtin__.print, which is not allowed",
         ),
         (
             lambda it: rewrite(it / FIRST, lambda v: setattr(v["args"], "num_layers", 6)),

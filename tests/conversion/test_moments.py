@@ -361,7 +361,7 @@ def test_moments_that_cannot_begin_a_run_are_refused(laid, tmp_path):
     lora = replace(run, adapter=AdapterConfig(rank=2))
     refused = {
         "give --init": replace(run, init=None),
-        "has no moments of AdamW that dolmen reads": alone,
+        "has no readable AdamW moments": alone,
         r"adapter.rank \(2\) freezes the weights": lora,
     }
     for why, one in refused.items():
@@ -372,5 +372,5 @@ def test_moments_that_cannot_begin_a_run_are_refused(laid, tmp_path):
     unlike = replace(run, init=str(other))
     with pytest.raises(ValueError, match=r"from-init: .*update counts: \[7, 8\]; leave it out"):
         check_moments(resolve(unlike, 1))
-    with pytest.raises(ValueError, match="from-init takes moments of AdamW, and .* is muon"):
+    with pytest.raises(ValueError, match="from-init needs AdamW, but .* is muon"):
         OptimizerConfig(name="muon", from_init=True)

@@ -154,7 +154,7 @@ def test_what_could_not_be_multiplied_beside_a_base_is_refused(tmp_path):
             "generate", [str(folder / "base")], Layout(), "cpu", weights=weights, adapters=[fr]
         )
 
-    with pytest.raises(BadInput, match=r"adapter fr: it adapts head.weight; .*dolmen export"):
+    with pytest.raises(BadInput, match=r"adapter fr: it adapts head.weight, .*dolmen export"):
         check("head", "stated")
     check("dora", "stated")
     with pytest.raises(BadInput, match="adapter fr: it is DoRA, .* leave out --weights int8"):
@@ -382,7 +382,7 @@ def test_what_is_no_lora_of_the_model_is_refused(tmp_path):
     names = [n for n in safetensors.read_header(file) if "layers.1.self_attn.q_proj.lora_B" in n]
     assert len(names) == 1
     file.write_bytes(file.read_bytes().replace(b"layers.1.self_attn.q", b"layers.1.self_attn.x"))
-    with pytest.raises(Refused, match="beside no layer of llama"):
+    with pytest.raises(Refused, match="belongs to no layer of llama"):
         folders.read(tmp_path / "first/adapter", model)
     shutil.copytree(tmp_path / "0", tmp_path / "norm")
     change(tmp_path / "norm", peft_type="LORA")

@@ -99,8 +99,8 @@ class Evil(Enum):
     [
         ({"scale_fwd": torch.ones(3)}, "have the shapes None, (3,), None, None"),
         ({**theirs(1), "scale_bwd": torch.ones(3)}, "which do not match 1 matrix products"),
-        ({**theirs(1), "recipe": Evil.ONE}, "which dolmen does not take from a pickle"),
-        ([theirs(1)], "no mapping"),
+        ({**theirs(1), "recipe": Evil.ONE}, "which is not allowed"),
+        ([theirs(1)], "not a mapping"),
     ],
 )
 def test_what_is_none_is_refused(state, said):

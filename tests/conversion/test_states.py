@@ -222,9 +222,9 @@ def wrong(name: str):
 @pytest.mark.parametrize(
     "name, said",
     [
-        ("a call", "print, which dolmen does not take from a pickle"),
-        ("cut", "holds a state that is not read"),
-        ("an archive, cut", "holds a state that is not read"),
+        ("a call", "print, which is not allowed"),
+        ("cut", "has a state that cannot be read"),
+        ("an archive, cut", "has a state that cannot be read"),
         ("a scale of 0", "scale_fwd is not positive and finite"),
         ("a scale that is none", "scale_bwd is not positive and finite"),
         ("two products", "holds states of 2 products"),

@@ -341,12 +341,12 @@ NORM, HEAD = "decoder.final_layernorm.weight", "output_layer.weight"
         ),
         (
             described(lambda m: m.state_dict_metadata.update(evil=Evil())),
-            "it names builtins.print, which dolmen does not take from a pickle",
+            "it names builtins.print, which is not allowed",
         ),
         (place(NORM, relative_path="../x.distcp"), "it names ../x.distcp, a file outside"),
         (place(NORM, offset=-1), "the place of decoder.final_layernorm.weight is not a position"),
         (place(NORM, length=4), "has no room for 128 bytes"),
-        (place(NORM, offset=0), "is not read|holds no torch.float32 of"),
+        (place(NORM, offset=0), "cannot be read|holds no torch.float32 of"),
         (moved(HEAD), "chunks of output_layer.weight overlap"),
         (lost(HEAD), r"1 tensor is missing, e.g. \['output_layer.weight'\]"),
         (

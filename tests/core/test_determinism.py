@@ -273,10 +273,9 @@ def test_the_header_says_whether_bits_are_the_same():
         report.describe_reproducibility(plain, SINGLE) is None
         and report.describe_reproducibility(asked, SINGLE) is None
     )
-    assert (
-        "from run to run and after a resume; --train.deterministic"
-        in report.describe_reproducibility(plain, gpu)
+    assert "not reproducible bit for bit; --train.deterministic" in report.describe_reproducibility(
+        plain, gpu
     )
     assert report.describe_reproducibility(asked, gpu).startswith(
-        "the same every time, and after a resume"
+        "bitwise reproducible, also after a resume"
     )

@@ -175,7 +175,7 @@ def test_templates_of_ours(tokenizer, name):
 def test_a_template_that_writes_turns_otherwise_later_is_refused(tokenizer):
     """As one that leaves out what a model has thought, in all turns but the last."""
     text = "{% for m in messages %}{{ m['content'] if loop.last else '...' }}\n{% endfor %}"
-    with pytest.raises(Refused, match="writes the first 3 messages otherwise .*generation"):
+    with pytest.raises(Refused, match="writes the first 3 messages differently .*generation"):
         trained(tokenizer, text, "assistant")
     assert len(trained(tokenizer, "{% generation %}" + text + "{% endgeneration %}", "last")) == 2
 
@@ -183,10 +183,10 @@ def test_a_template_that_writes_turns_otherwise_later_is_refused(tokenizer):
 @pytest.mark.parametrize(
     "text, told",
     [
-        ("{{ raise_exception('roles must alternate') }}", "cannot write it: roles must alternate"),
-        ("{% for m in %}", "cannot write it"),
-        ("{{ messages[9]['content'].x }}", "cannot write it"),
-        ("{# nothing #}", "renders nothing"),
+        ("{{ raise_exception('roles must alternate') }}", "cannot render it: roles must alternate"),
+        ("{% for m in %}", "cannot render it"),
+        ("{{ messages[9]['content'].x }}", "cannot render it"),
+        ("{# nothing #}", "renders it as empty text"),
     ],
 )
 def test_a_template_that_fails_is_told_with_the_row(tokenizer, text, told):
@@ -213,7 +213,7 @@ def test_best_fit_decreasing():
         assert all(sum(lengths[i] for i in row) <= room for row in found)
         assert len(found) == len(rows)
     assert pack([3, 5, 2, 4, 1], 5) == [[1], [3, 4], [0, 2]]
-    with pytest.raises(ValueError, match="6\) does not fit into 5"):
+    with pytest.raises(ValueError, match=r"6\) does not fit into 5"):
         pack([6], 5)
 
 
@@ -232,7 +232,7 @@ def test_two_by_two():
     assert max(filled) <= 512
     alone = len(pack(lengths.ravel().tolist(), 512))
     assert lengths.sum() / (512 * len(rows)) > 0.85 and len(rows) < 1.15 * alone
-    with pytest.raises(ValueError, match="item \(600\) does not fit into 512"):
+    with pytest.raises(ValueError, match=r"item \(600\) does not fit into 512"):
         pack_pairs(np.array([[3, 600]]), 512)
 
 
@@ -356,7 +356,7 @@ def test_files_of_any_form_are_the_same(of_chats, tmp_path, tokenizer):
 def test_what_is_too_long_is_cut_and_told(of_chats, file, tokenizer):
     loader = of_chats(file, sequence_length=24, validation_fraction=0)
     assert max(loader.mixture.examples.places()) == 24
-    assert "cut off (--train.sequence-length)" in " ".join(loader.description.changes)
+    assert "truncated at the end (--train.sequence-length)" in " ".join(loader.description.changes)
     for n in range(len(loader.mixture.rows)):
         batch = loader.mixture.batch(loader.mixture.read(n, 1))
         assert batch.tokens.shape == (1, 24) and batch.real_tokens
@@ -374,9 +374,9 @@ def test_one_example_is_shown_with_what_is_trained(of_chats, tmp_path):
 @pytest.mark.parametrize(
     "options, told",
     [
-        ({"template": None}, "no chat template: give --data.template a file .*chatml, alpaca"),
-        ({"template": "mine"}, "--data.template mine: no such file, and none of that name"),
-        ({"tokenizer": "bpe:300"}, "bpe:300 is trained on text"),
+        ({"template": None}, "no chat template: give --data.template a Jinja file.*chatml, alpaca"),
+        ({"template": "mine"}, "--data.template mine is neither a file nor one of"),
+        ({"tokenizer": "bpe:300"}, "bpe:300 trains a tokenizer"),
         ({"validation_fraction": 0.7}, "use 0 .* to 0.5"),
         ({"sequence_length": 4}, "none is left to train on"),
     ],
@@ -402,20 +402,20 @@ def test_chats_where_nothing_or_all_would_be_trained_are_refused(of_chats, tmp_p
     assert of_chats(answered, masking_strategy="all", validation_fraction=0).mixture.tokens
     text = tmp_path / "a.txt"
     text.write_text("no chat")
-    with pytest.raises(ValueError, match="a.txt: chats are rows"):
+    with pytest.raises(ValueError, match="a.txt: chats must be rows"):
         of_chats(text)
-    with pytest.raises(ValueError, match="0.5:|one set: give them without weights"):
+    with pytest.raises(ValueError, match="0.5:|one data set: give paths without weights"):
         of_chats(f"0.5:{answered}", f"0.5:{asked}")
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n\n")
-    with pytest.raises(ValueError, match="there are no chats"):
+    with pytest.raises(ValueError, match="contains no chats"):
         of_chats(empty)
 
 
 def test_options_of_chats_are_for_chats():
     with pytest.raises(ValueError, match="are for chats: use --data.rows chats"):
         DataConfig(template="chatml")
-    with pytest.raises(ValueError, match="data.order megatron is an order of windows"):
+    with pytest.raises(ValueError, match="data.order megatron orders windows"):
         DataConfig(rows="chats", order="megatron")
 
 
@@ -433,5 +433,5 @@ def test_a_template_without_end_is_refused(tokenizer):
     """By its row, in the time that it has."""
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = Template(tokenizer, endless, seconds=0.2)
-    with pytest.raises(Refused, match="line 3: .*cannot write it: it has taken over 0.2 s"):
+    with pytest.raises(Refused, match="line 3: .*cannot render it: it has taken over 0.2 s"):
         template.tokens(Chat(TWICE, 1.0, "line 3"), "all")

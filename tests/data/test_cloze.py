@@ -106,7 +106,7 @@ def test_of_a_tokenizer(tmp_path):
     assert (found.begin, found.between, found.mask, found.padding) == (2, 3, 4, 0)
     assert found.ordinary.tolist() == [5, 6, 7] and not found.begins[6] and found.begins[7]
     tokenizer.mask_token = None
-    with pytest.raises(ValueError, match="names no mask token"):
+    with pytest.raises(ValueError, match="needs a mask token"):
         cloze_for_tokenizer(tokenizer, 16, 0.15, True, 0)
     with pytest.raises(ValueError, match="train.sequence-length is 7"):
         cloze_for_tokenizer(tokenizer, 7, 0.15, True, 0)

@@ -141,7 +141,10 @@ def test_damage_is_told(documents, built, tmp_path, tokenizer, capsys):
     capsys.readouterr()
     assert again(True).memory[0].max() < 300
     told = capsys.readouterr().err
-    assert "the cached tokens are damaged and made anew" in told and "tokens.bin: its dig" in told
+    assert (
+        "the cached tokens are damaged and are built again" in told
+        and "tokens.bin: its dig" in told
+    )
 
 
 def test_folders_of_two_corpora_that_changed_places_are_seen(documents, built, tmp_path):

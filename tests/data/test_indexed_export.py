@@ -67,7 +67,7 @@ def test_nothing_is_written_over(documents, tokenize, tmp_path):
     (tmp_path / "a.idx").write_text("mine")
     with pytest.raises(ValueError, match="a.idx exists: give another name"):
         tokenize(tmp_path / "a", documents)
-    with pytest.raises(ValueError, match="--data.path: weights make a mixture to train on"):
+    with pytest.raises(ValueError, match="--data.path: weights are for training mixtures"):
         tokenize(tmp_path / "b", f"1:{documents}")
     with pytest.raises(ValueError, match="no tokenizer: use --data.tokenizer"):
         tokenize(tmp_path / "b", documents, tokenizer=None)

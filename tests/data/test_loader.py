@@ -148,7 +148,7 @@ def test_no_validation(documents, load):
         loader.validation_tokens == loader.validation_bytes == 0
         and "none" in loader.description.validation
     )
-    with pytest.raises(ValueError, match="--data.validation-fraction is 0"):
+    with pytest.raises(ValueError, match="--data.validation-fraction .* is 0"):
         next(loader.validation_batches())
 
 
@@ -213,7 +213,7 @@ def test_progress_is_plain_lines_where_nobody_watches(
             r"fewer than one window .*\(1,000,001\).* --train.sequence-length",
         ),
         (dict(validation="/nothing"), "--data.validation /nothing: no such file"),
-        (dict(validation_fraction=0.7), "--data.validation-fraction is 0.7"),
+        (dict(validation_fraction=0.7), "--data.validation-fraction .* is 0.7"),
     ],
 )
 def test_refused_before_anything_is_written(documents, load, tmp_path, options, message):

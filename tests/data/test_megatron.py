@@ -122,7 +122,7 @@ def test_a_blend(data_set, load, weights):
     assert loader.mixture.windows(77, 30).tolist() == expected[77:107], "begun anywhere"
     taken = loader.mixture.counts(137)
     assert taken == [[w for w, _ in plain_blend(shares, 137)].count(i) for i in range(len(sets))]
-    with pytest.raises(ValueError, match="is 2 data sets, and .* has a weight for each"):
+    with pytest.raises(ValueError, match="is 2 data sets, but .* needs a weight for each"):
         load(f"1:{files[0].parent}/[01].bin", order="megatron", steps=1)
 
 
@@ -172,7 +172,9 @@ def test_a_run_goes_on_where_it_was(data_set, load):
     assert changes(loader.fingerprint(), again.fingerprint()) == ["global_batch_size: 4 -> 8"]
     longer = load(file, order="megatron", steps=400)
     (line,) = changes(loader.fingerprint(), longer.fingerprint())
-    assert line.startswith("order: Megatron, epochs: 2 with the last apart -> Megatron, epochs: 2")
+    assert line.startswith(
+        "order: Megatron, epochs: 2 with the last one separate -> Megatron, epochs: 2"
+    )
     assert longer.documents(0)[0].startswith(f"{file}: sequences ")
     beyond = loader.mixture.windows(80, 1)
     assert beyond.tolist() == loader.mixture.windows(80 % len(loader.mixture.orders[0]), 1).tolist()
@@ -185,15 +187,19 @@ def test_what_the_order_cannot_have(data_set, load):
     for text in ("a,b", "1,2,3,4", "-1,2", "", "1e3"):
         with pytest.raises(ValueError, match="data.split is .* as 969,30,1"):
             load(file, order="megatron", split=text, steps=1)
-    with pytest.raises(ValueError, match="nothing to train on: its first share is 0"):
+    with pytest.raises(ValueError, match="nothing to train on: its first number is 0"):
         load(file, order="megatron", split="0,1", steps=1)
     with pytest.raises(ValueError, match=r"train.seed is 4294967296: .* 0 to 4294967295"):
         load(file, order="megatron", steps=1, seed=1 << 32)
-    with pytest.raises(ValueError, match="use --data.order megatron, or --data.validation-fra"):
+    with pytest.raises(ValueError, match="is for --data.order megatron"):
         DataConfig(split="1")
-    with pytest.raises(ValueError, match=r"validation-fraction \(0.1\) is not of --data.order"):
+    with pytest.raises(
+        ValueError, match=r"validation-fraction \(0.1\) does not apply to --data.order"
+    ):
         DataConfig(order="megatron", validation_fraction=0.1)
-    with pytest.raises(ValueError, match="data.split 1 holds out of --data.path, and --data.valid"):
+    with pytest.raises(
+        ValueError, match="data.split 1 splits off validation data, but --data.valid"
+    ):
         DataConfig(order="megatron", split="1", validation="x")
     with pytest.raises(ValueError, match="fewer than one window"):
         load(file, order="megatron", split="1,99", steps=1, sequence_length=64)

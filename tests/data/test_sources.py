@@ -99,7 +99,8 @@ def test_hub_id_that_is_not_there(monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(
-        ValueError, match="--data.path org/nothing: no such file or folder, and the hub"
+        ValueError,
+        match="--data.path org/nothing: no such file or folder, and not available from the hub",
     ):
         texts("org/nothing")
 
@@ -157,9 +158,9 @@ def test_missing_and_empty(tmp_path):
             FileNotFoundError,
             "--data.path .*empty: 0 files, none readable; supported are .txt",
         ),
-        ("*.parquet", FileNotFoundError, "none to read"),
+        ("*.parquet", FileNotFoundError, "none readable"),
         ("zero.txt", ValueError, "--data.path .*zero.txt: 1 file with 0 bytes"),
-        ("page.html", ValueError, "cannot read .html; readable are .txt"),
+        ("page.html", ValueError, "cannot read .html; supported are .txt"),
     ]:
         with pytest.raises(error, match=message):
             resolve_sources([str(tmp_path / entry)])
@@ -254,7 +255,7 @@ def test_packed_files_that_are_damaged_are_named(tmp_path, suffix):
     whole = packed(file, "".join(f"{i} words\n" for i in range(5000)).encode()).read_bytes()
     for damaged in (whole[:-9], whole[: len(whole) // 2], b"no archive at all"):
         file.write_bytes(damaged)
-        with pytest.raises(ValueError, match=rf"a\.txt\{suffix} cannot be unpacked"):
+        with pytest.raises(ValueError, match=rf"a\.txt\{suffix} cannot be decompressed"):
             texts(file)
     packed(tmp_path / f"latin.txt{suffix}", b"good\n\xe9\n")
     with pytest.raises(ValueError, match="latin.txt.* is not UTF-8 text: .* byte 0xe9"):
@@ -281,7 +282,7 @@ def test_files_without_a_suffix_are_text_or_refused(tmp_path):
     assert source.left_out == (
         f"2 other files that are not UTF-8 text in {tmp_path}, 0.9% of the bytes",
     )
-    with pytest.raises(ValueError, match="program: it must be UTF-8 text, and is not"):
+    with pytest.raises(ValueError, match="program is not UTF-8 text"):
         resolve_sources([str(tmp_path / "program")])
 
 
@@ -327,9 +328,9 @@ def test_what_dolmen_has_written_is_no_text(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "row, told",
     [
-        ({"messages": [{"role": "user", "content": "x"}]}, "'messages' holds chats"),
+        ({"messages": [{"role": "user", "content": "x"}]}, "'messages' has chats"),
         ({"conversations": [{"from": "human", "value": "x"}]}, "apply_chat_template"),
-        ({"instruction": "x", "input": "", "output": "y"}, "--data.text-field output takes"),
+        ({"instruction": "x", "input": "", "output": "y"}, "--data.text-field output trains"),
     ],
 )
 def test_chats_and_instructions_are_told_what_to_do(tmp_path, row, told):
@@ -341,7 +342,7 @@ def test_chats_and_instructions_are_told_what_to_do(tmp_path, row, told):
     if "instruction" not in row:
         (field,) = row
         for file in ("a.jsonl", "a.parquet"):
-            with pytest.raises(ValueError, match=f"{file}.*{field!r} holds chats"):
+            with pytest.raises(ValueError, match=f"{file}.*{field!r} has chats"):
                 texts(tmp_path / file, field=field)
 
 

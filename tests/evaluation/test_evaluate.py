@@ -188,8 +188,8 @@ def test_the_command_says_what_the_function_gives(folder, monkeypatch, tmp_path)
     assert " ".join(shown.out.split()) == (
         f"model model loss {found.loss:.6f} nats per token perplexity {found.perplexity:.6g} bits "
         f"per byte {found.bits_per_byte:.6f} accuracy {found.accuracy:.4%} of tokens predicted "
-        "(top-1) tokens 55 bytes 59 documents 4 read documents in windows of 7 tokens by steps "
-        "of 3, the first token of a document is not counted"
+        "(top-1) tokens 55 bytes 59 documents 4 read documents in windows of 7 tokens with "
+        "stride 3; the first token of each document is not counted"
     )
     written = json.loads(out.read_text())
     assert written == found.json_values()
@@ -253,7 +253,7 @@ REFUSED = {
     "a tokenizer to be made": (
         "{model}",
         {"path": "{text}", "tokenizer": "bpe:257"},
-        "the tokenizer that it was trained with",
+        "the tokenizer that the model was trained with",
     ),
     "weights": ("{model}", {"path": "0.5:{text}"}, "leave them out"),
     "over the positions": (
@@ -313,13 +313,17 @@ def test_a_layout_that_does_not_fit_is_refused_before_the_text_is_read(folder, t
 def test_a_text_of_which_no_token_is_counted_is_refused(folder, tmp_path):
     (tmp_path / "short.txt").write_text("x")
     shown = command(folder, folder / "model", "--data.path", tmp_path / "short.txt")
-    assert shown.code == 2 and "no document has two tokens" in shown.err and not shown.out
+    assert (
+        shown.code == 2
+        and "all documents are shorter than two tokens" in shown.err
+        and not shown.out
+    )
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_any_work(folder, tmp_path):
     words = ("--data.path", folder / "text", "--json", tmp_path / "none" / "found.json")
     shown = command(folder, folder / "model", *words)
-    assert shown.code == 2 and f"there is no folder {tmp_path}/none" in shown.err
+    assert shown.code == 2 and f"the folder {tmp_path}/none" in shown.err
     assert shown.err.count("\n") == 1
 
 

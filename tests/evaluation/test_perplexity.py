@@ -72,7 +72,7 @@ def test_the_model_is_left_as_it_was(folders):
 
 
 def test_no_text_is_refused(folders):
-    with pytest.raises(ValueError, match="no token to evaluate"):
+    with pytest.raises(ValueError, match="no token with a label"):
         mean_loss(load_decoder(open_source(folders["llama"])), [], SINGLE)
 
 

@@ -157,7 +157,7 @@ def test_what_fills_in_tokens(tmp_path, capsys):
         capsys.readouterr()
         report = verify(open_source(tmp_path / str(follows)), length=20)
         assert report.ok and [row.name for row in report.rows] == ROWS[:4]
-        with pytest.raises(ValueError, match="sees both ways.*use dolmen verify"):
+        with pytest.raises(ValueError, match="bidirectional encoder.*use dolmen verify"):
             perplexity.open_text(open_source(tmp_path / str(follows)), TextConfig())
 
 

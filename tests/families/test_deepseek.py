@@ -57,7 +57,7 @@ def test_layers_behind_the_last_are_left_out_aloud(folder, tmp_path):
     with torch.no_grad():
         assert torch.equal(model(tokens, compute_logits), plain(tokens, compute_logits))
     none = copied(folder, tmp_path / "none", tensors | more, num_nextn_predict_layers=0)
-    with pytest.raises(KeyError, match=rf"{len(more)} tensors have no rule"):
+    with pytest.raises(KeyError, match=rf"{len(more)} tensors have no counterpart"):
         engine.load_decoder(open_source(none))
 
 
@@ -139,7 +139,7 @@ def test_layouts_that_cannot_be():
         check_sharding(spec.leaves, {"tp": 3, "ep": 1})
     with pytest.raises(ValueError, match=r"num_experts \(64\) is not divisible by ep \(6\)"):
         check_sharding(spec.leaves, {"tp": 1, "ep": 6})
-    with pytest.raises(ValueError, match="dolmen knows what plain attention keeps"):
+    with pytest.raises(ValueError, match="activation memory is known only for plain attention"):
         count.activation_bytes_per_layer(spec, 1, 8)
 
 

@@ -67,9 +67,9 @@ def test_values_of_phi_3_of_128k_and_of_what_is_dynamic():
     mixer = Model(content).spec.blocks[0].mixer
     grown = math.sqrt(1 + math.log(131072 / 4096) / math.log(4096))
     assert mixer.positions.scaling == LongRopeScaling(grown, (1.0,) * 48, (2.5,) * 48, 4096)
-    with pytest.raises(ValueError, match="short_factor has 3 numbers, and rope turns 48 pairs"):
+    with pytest.raises(ValueError, match="short_factor has 3 numbers, but rope rotates 48 pairs"):
         Model(content | {"rope_scaling": factors | {"short_factor": [1.0] * 3}})
-    with pytest.raises(ValueError, match="phi3 has rope_type default and longrope"):
+    with pytest.raises(ValueError, match="is not supported by phi3: use default or longrope"):
         Model({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}})
     dynamic = {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}
     assert Model(dynamic).spec.blocks[0].mixer.positions.scaling == DynamicScaling(2.0, 2048)

@@ -176,13 +176,13 @@ def test_a_yarn_that_cannot_be(field, value):
 
 def test_two_forms_of_the_kinds_of_layers_that_disagree():
     content = {"attention_types": [[["global"], 24]], "attention_layers": ["local"] * 24}
-    with pytest.raises(ValueError, match="attention_layers is not what attention_types says"):
+    with pytest.raises(ValueError, match="attention_layers contradicts attention_types"):
         Model({"model_type": "gpt_neo", **content})
 
 
 def test_a_part_of_heads_that_is_no_pairs():
     with pytest.raises(
-        ValueError, match=r"partial_rotary_factor is 0.06, of heads of 96 that turns 5"
+        ValueError, match=r"partial_rotary_factor is 0.06, which is 5 of 96 elements"
     ):
         Model({"model_type": "gpt_neox", "rotary_pct": 0.06})
 
@@ -209,7 +209,7 @@ def test_falcon_refuses_what_no_class_computes():
 
 
 def test_a_quantisation_is_refused_in_one_line():
-    with pytest.raises(ValueError, match=r"^quantization_config is 'a\\nb': dolmen reads unquan"):
+    with pytest.raises(ValueError, match=r"^quantization_config is 'a\\nb': only unquan"):
         Model(LLAMA_31 | {"quantization_config": "a\nb"})
 
 
@@ -296,7 +296,10 @@ def test_a_window_is_used_where_it_is_said_so():
             {"use_sliding_window": True, "sliding_window": None},
             "but sliding_window is None: set --model.sliding-window, or other types",
         ),
-        ({"num_hidden_layers": 2}, "layer_types has 1 entry, num_hidden_layers is 2: set --model"),
+        (
+            {"num_hidden_layers": 2},
+            "layer_types has 1 entry, but num_hidden_layers is 2: set --model",
+        ),
     ],
 )
 def test_a_layer_that_slides_has_a_window(fields, said):
@@ -333,7 +336,7 @@ def test_groups_of_experts_that_cannot_be(fields, said):
 
 def test_groups_that_are_not_stated():
     content = {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"}
-    with pytest.raises(ValueError, match="and n_group is None: set --model.n-group$"):
+    with pytest.raises(ValueError, match="but n_group is None: set --model.n-group$"):
         Model(content)
-    with pytest.raises(ValueError, match="and topk_group is None: set --model.topk-group$"):
+    with pytest.raises(ValueError, match="but topk_group is None: set --model.topk-group$"):
         Model(content | {"n_group": 8})

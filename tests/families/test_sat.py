@@ -57,7 +57,7 @@ def test_what_is_no_whole_checkpoint_is_refused(saved):
     for content, refused in (
         ({"module": {}}, "rank 1 and rank 0 differ in transformer.word_embeddings.weight"),
         ({"model": {}}, "has no `module` entry, which files of SAT have"),
-        ({"module": print}, "print, which dolmen does not take from a pickle"),
+        ({"module": print}, "print, which is not allowed"),
     ):
         torch.save(content, last)
         with pytest.raises(ValueError, match=refused):

@@ -60,7 +60,7 @@ def test_there_and_back(kind, tmp_path):
     assert not any(told[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
         assert torch.equal(again.eval()(tokens).logits, want)
-    with pytest.raises(ValueError, match="predicts no token"):
+    with pytest.raises(ValueError, match="predicts no tokens"):
         engine.run_whole(ours, tokens, head.compute_logits)
 
 
@@ -87,8 +87,8 @@ def test_one_number_and_logits_again():
     [
         ({"num_labels": None, "id2label": None}, "num_labels is 2: .* one label"),
         ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "num_labels is 3"),
-        ({"architectures": ["GPT2ForSequenceClassification"]}, "LlamaForSequenceClassification al"),
-        ({"model_type": "cohere"}, "transformers has no cohere that ends in one number"),
+        ({"architectures": ["GPT2ForSequenceClassification"]}, "scalar head is LlamaForS"),
+        ({"model_type": "cohere"}, "transformers has no cohere with a scalar head"),
     ],
 )
 def test_other_classifiers_are_refused(fields, told):

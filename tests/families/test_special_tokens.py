@@ -147,7 +147,9 @@ def test_families_without_a_class_of_transformers_say_so(tmp_path):
 
 
 def test_a_run_is_refused_before_it_begins(tmp_path):
-    refused = "names sop and mask, .*: use model.special_tokens.sop ID model.special_tokens.mask ID"
+    refused = (
+        "defines sop and mask, .*: use model.special_tokens.sop ID model.special_tokens.mask ID"
+    )
     with pytest.raises(ValueError, match=refused):
         dolmen.train("quickstart", model={"model_type": "glm_10b"}, out=tmp_path / "run")
 
@@ -164,7 +166,7 @@ def test_a_family_that_asks_for_none_is_told_ends_alone(tmp_path):
     """Others would have no effect."""
     saved("llama", tmp_path)
     assert dolmen.load(tmp_path, special_tokens={"eos": 5}).special_tokens == {"eos": 5}
-    with pytest.raises(ValueError, match="'gmask', which llama does not ask for: .* eop, eot, eos"):
+    with pytest.raises(ValueError, match="'gmask', which llama does not use: .* eop, eot, eos"):
         dolmen.load(tmp_path, special_tokens={"gmask": 5})
 
 
@@ -172,7 +174,9 @@ def test_a_family_that_asks_for_none_is_told_ends_alone(tmp_path):
 def test_loaded_without_a_tokenizer(tmp_path):
     """Ids in, ids and logits out."""
     theirs = saved("glm-10b", tmp_path, named=False)
-    with pytest.raises(ValueError, match=r'names sop and mask.*special_tokens=\{"sop": id, "mask"'):
+    with pytest.raises(
+        ValueError, match=r'defines sop and mask.*special_tokens=\{"sop": id, "mask"'
+    ):
         dolmen.load(tmp_path)
     for told, refused in (
         ({"mask": 61}, "special_tokens.mask is 61: it must be the id of a token, 0 to 60"),
@@ -191,7 +195,7 @@ def test_loaded_without_a_tokenizer(tmp_path):
         model.generate("a text")
     with pytest.raises(ValueError, match=r"the prompt is \[61\]: it must be a text, or token ids"):
         model.generate([61])
-    with pytest.raises(ValueError, match="stop is text, and there is no tokenizer"):
+    with pytest.raises(ValueError, match="stop needs a tokenizer"):
         model.generate(tokens, 6, stop="a")
     (text,) = theirs.generate(torch.tensor([tokens]), 6).tolist()
     got = model.generate(tokens, 6)

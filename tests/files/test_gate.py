@@ -78,7 +78,7 @@ def test_what_is_no_file_of_that_size(tmp_path):
     small = Kind(Anything(), size=10)
     assert "more than 10 bytes" in refused(gate.read_json, tmp_path / "large", small)
     assert "is a folder" in refused(gate.read_json, tmp_path, small)
-    assert "is no regular file" in refused(gate.read_json, tmp_path / "pipe", small)
+    assert "is not a regular file" in refused(gate.read_json, tmp_path / "pipe", small)
     assert "No such file" in refused(gate.read_json, tmp_path / "none", small)
     for reader in (lambda file: list(gate.read_json_lines(file, small)), gate.read_yaml):
         given = (tmp_path,) if reader is not gate.read_yaml else (tmp_path, small)
@@ -99,9 +99,9 @@ YAML = {
         "more than 1,048,576 values",
     ),
     "a name twice": ("a: 1\nb: 2\na: 3", "line 3: 'a' is given twice"),
-    "a tag": ("a: !!python/object/apply:os.system [ls]", "tags are not read"),
+    "a tag": ("a: !!python/object/apply:os.system [ls]", "tags are not supported"),
     "two documents": ("a: 1\n---\nb: 2", "more than one document"),
-    "a name that is a list": ("? [a]\n: b", "a list or mapping for a name"),
+    "a name that is a list": ("? [a]\n: b", "a list or mapping as a key"),
     "a number of 50 digits": ("a: " + "1" * 50, "an integer of 50 digits"),
     "a control character": ("a: \0", "control characters"),
     "not closed": ("a: [b", "line 2, column 1"),
@@ -113,7 +113,7 @@ def test_yaml_that_is_refused(tmp_path, case):
     file = tmp_path / "a.yaml"
     file.write_text(YAML[case][0])
     message = refused(gate.read_yaml, file, ANY)
-    assert message.startswith(f"{file}: is not a YAML file") and YAML[case][1] in message
+    assert message.startswith(f"{file}: is not valid YAML") and YAML[case][1] in message
 
 
 @pytest.mark.parametrize(
@@ -226,4 +226,4 @@ def test_yaml_that_promises_its_end(tmp_path):
     assert gate.read_yaml(file, ANY) == {"a": 1, "b": 2}
     for end in range(1, len(whole)):
         file.write_text(whole[:end])
-        assert "is cut short" in refused(gate.read_yaml, file, ANY), whole[:end]
+        assert "is truncated" in refused(gate.read_yaml, file, ANY), whole[:end]

@@ -64,7 +64,7 @@ def test_pieces_are_added_behind_and_nothing_else_changes(content):
 def test_other_models_are_refused(content):
     for options, told in (
         ({"model_type": "char", "vocab_size": 280, "hard_vocab_limit": False}, "of type 4"),
-        ({"treat_whitespace_as_suffix": True}, "spaces at the end of words"),
+        ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix"),
     ):
         with pytest.raises(Refused, match=told):
             sentencepiece_model.parse(made(**options), "x")
@@ -72,12 +72,12 @@ def test_other_models_are_refused(content):
     twice = content + record(1, record(1, first.text.encode()))
     for damaged, told in (
         (b"", "it has 0 pieces"),
-        (twice, "one piece twice"),
-        (content[:-5], "cut short"),
+        (twice, "a duplicate piece"),
+        (content[:-5], "truncated"),
         (content + b"\x0b", "wire type 3"),
         (content + b"\x0a" + b"\xff" * 11, "more than 10 bytes"),
-        (content + record(1, 5), "a number stands where bytes should"),
-        (content + record(1, record(1, b"\xff\xfe")), "is no model of sentencepiece"),
+        (content + record(1, 5), "it has a number in place of bytes"),
+        (content + record(1, record(1, b"\xff\xfe")), "is not a sentencepiece model"),
         (content + record(1, b"\x0a\x01z\x15\x00\x00\xc0\x7f"), "the score nan"),
     ):
         with pytest.raises(Refused, match=told):

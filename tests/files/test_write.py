@@ -49,15 +49,15 @@ def test_an_output_is_never_written_over_what_exists(tmp_path):
             write.check_new("--json", tmp_path / name)
     with pytest.raises(ValueError, match="^--json /dev/null exists"):
         write.check_new("--json", "/dev/null")
-    with pytest.raises(ValueError, match="there is no folder .*none"):
+    with pytest.raises(ValueError, match="the folder .*none does not exist"):
         write.check_new("--json", tmp_path / "none" / "a.json")
-    with pytest.raises(ValueError, match="file is no folder"):
+    with pytest.raises(ValueError, match="file is not a folder"):
         write.check_new("--json", tmp_path / "file" / "a.json")
     new = tmp_path / "none" / "a.json"
     assert write.check_new("--json", new, parents=True) == new
     assert write.check_new_folder(tmp_path / "folder") == tmp_path / "folder"
     (tmp_path / "folder" / "a").touch()
-    for name, words in (("folder", "is not empty"), ("file", "is no folder")):
+    for name, words in (("folder", "is not empty"), ("file", "is not a folder")):
         with pytest.raises(ValueError, match=f"{name} exists and {words}"):
             write.check_new_folder(tmp_path / name)
     assert write.check_new("--json", "~nobody-of-this-name") == Path("~nobody-of-this-name")

@@ -276,9 +276,15 @@ def test_targets_are_named_as_in_transformers(name):
 @pytest.mark.parametrize(
     "asked, said",
     [
-        ("q", "adapter.targets has q, which is no layer of llama that takes an adapter: choose of"),
-        ("lm_head", "the head is computed together with its loss and takes no adapter yet"),
-        ("embed_tokens", "choose of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"),
+        (
+            "q",
+            "adapter.targets has q, which is not a layer of llama that can have an adapter: ",
+        ),
+        ("lm_head", "adapters of the LM head are not supported"),
+        (
+            "embed_tokens",
+            "choose from q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj",
+        ),
     ],
 )
 def test_other_targets_are_refused(asked, said):

@@ -50,5 +50,5 @@ def test_a_norm_less_one(dtype):
 
 
 def test_a_layernorm_less_one_is_refused():
-    with pytest.raises(ValueError, match="zero_centred=True.* rmsnorm alone"):
+    with pytest.raises(ValueError, match="zero_centred=True.*only rmsnorm"):
         NormSpec("layernorm", zero_centred=True)

@@ -155,5 +155,5 @@ def test_what_no_module_computes_is_refused(monkeypatch):
     check_supported(GPT2.spec)
     monkeypatch.setitem(ONLY, PositionTable, {"offset": 0})
     table = replace(GPT2.spec.embedding, positions=PositionTable(8, offset=2))
-    with pytest.raises(ValueError, match="Table.offset is 2: dolmen computes 0 alone"):
+    with pytest.raises(ValueError, match="Table.offset is 2: only 0 is supported"):
         Decoder(replace(GPT2.spec, embedding=table))

@@ -111,5 +111,5 @@ def test_weights_and_gradients_are_of_now(score_of):
 
 def test_of_a_model_without_experts_none_are_asked():
     state = table.start(FAMILIES["llama"], SINGLE, Layout(), dtype=torch.float64)
-    with pytest.raises(ValueError, match="this one has none"):
+    with pytest.raises(ValueError, match="this one has no experts"):
         forward.routed_log_probabilities(state.model, batch(), SINGLE, state.schedule)

@@ -108,5 +108,5 @@ def test_what_is_refused(tmp_path):
     bert(tmp_path)
     spec = open_source(tmp_path).spec
     alone = Decoder(replace(spec, head=replace(spec.head, follows=False)))
-    with pytest.raises(ValueError, match="does not say whether a text follows"):
+    with pytest.raises(ValueError, match="no next-sentence head"):
         alone(batch.tokens, lambda hidden, head: head.follows(hidden))

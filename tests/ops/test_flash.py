@@ -90,7 +90,7 @@ def test_a_wrong_window_is_seen(monkeypatch):
 def test_documents_without_their_runs_are_refused():
     q, k, v, _ = CASES["documents"].tensors(torch.float32, HERE)
     starts = CASES["documents"].starts
-    with pytest.raises(ValueError, match="needs the run of its queries, and was given 0"):
+    with pytest.raises(ValueError, match="needs one run of queries, but got 0"):
         flash.attention(q, k, v, Attend().with_documents(Documents.from_starts(starts)))
 
 

@@ -83,7 +83,7 @@ def test_each_stream_turns_its_half(interleaved, size):
 
 def test_halves_that_are_not_pairs_are_refused():
     for size, streams in ((6, 2), (8, 3)):
-        with pytest.raises(ValueError, match=f"rope of {streams} streams of positions over {size}"):
+        with pytest.raises(ValueError, match=f"rope with {streams} position streams over {size}"):
             RopeSpec(size, streams=streams)
 
 
@@ -112,11 +112,11 @@ def test_what_positions_a_model_takes():
     tokens = torch.zeros(1, 2 * most, dtype=torch.int64)
     ids = torch.arange(2 * most)[None, None]
     learned(tokens, compute_logits, positions=PositionIds.from_ids(ids % most))
-    with pytest.raises(ValueError, match=f"{2 * most} tokens, but the table of positions has"):
+    with pytest.raises(ValueError, match=f"{2 * most} tokens, but max_position_embeddings is"):
         learned(tokens, compute_logits, positions=PositionIds.from_ids(ids))
-    with pytest.raises(ValueError, match="knows 2 streams of positions, and the batch has 1"):
+    with pytest.raises(ValueError, match="needs 2 position streams, but the batch has 1"):
         decoder("two streams")(tokens[:, :8], compute_logits)
-    with pytest.raises(ValueError, match=r"knows 1 .* has 2: make them by Batch.add_positions"):
+    with pytest.raises(ValueError, match=r"needs 1 .* has 2: add them with Batch.add_positions"):
         decoder("rope")(
             tokens[:, :8],
             compute_logits,

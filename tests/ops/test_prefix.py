@@ -208,7 +208,7 @@ def test_flash_has_no_prefix_mask():
     assert "attention by blocks (flash has no prefix mask)" in model.split.kernels.describe(False)
     causal = mixing(CONFIG, mask="causal")
     assert build(causal, SINGLE, dtype=torch.bfloat16, hardware=H100).split.kernels.without == ""
-    with pytest.raises(ValueError, match="no layer of the model has a prefix mask"):
+    with pytest.raises(ValueError, match="the model has no prefix mask"):
         decoder(causal)(text(), compute_logits, documents=prefix(5))
     with pytest.raises(ValueError, match="ALiBi with a prefix mask"):
         mixing(CONFIG, positions=AlibiSpec())

@@ -265,11 +265,13 @@ def generated(model, **words) -> dict[int, list[int]]:
 
 def test_what_asks_for_weights_that_are_gone_is_refused(model):
     opened = opened_alone(model)
-    with pytest.raises(ValueError, match="opened for --weights int8 only, not stated"):
+    with pytest.raises(ValueError, match="loaded for --weights int8 only, not stated"):
         Engine(opened)
-    with pytest.raises(ValueError, match="and stated ones are asked for"):
+    with pytest.raises(ValueError, match="but stated ones are needed"):
         opened.prepack("stated")
-    with pytest.raises(ValueError, match="int8 weights alone: open it again, and nothing is train"):
+    with pytest.raises(
+        ValueError, match="only int8 weights: load it again, so the model cannot be train"
+    ):
         opened(torch.tensor(PROMPTS[2:]), head.compute_logits)
     with pytest.raises(ValueError, match="has no storage: its weight was freed"):
         load(opened, lambda write: write("head.weight", model.head.weight))

@@ -188,13 +188,15 @@ def bad(edit, name: str = "1f1b", p: int = 2, m: int = 2) -> str:
 
 
 def test_bad_lists_are_refused():
-    assert "rank 1 does F0 twice" in bad(lambda a: a[1].append(Action("F", 0)))
-    assert "rank 1 never does B1" in bad(lambda a: a[1].remove(Action("B", 1)))
-    assert "rank 0 never does F0" in bad(lambda a: a[0].remove(Action("F", 0)))
-    assert "rank 0 never does W1" in bad(lambda a: a[0].remove(Action("W", 1)), "zero-bubble")
-    assert "rank 0 never does I1" in bad(lambda a: a[0].remove(Action("I", 1)), "zero-bubble")
-    assert "rank 0 does B1 whole and in parts" in bad(lambda a: a[0].append(Action("W", 1)))
-    assert "rank 0 has F2, which is not of 2 microbatches and 1 chunks" in bad(
+    assert "rank 1 has F0 twice" in bad(lambda a: a[1].append(Action("F", 0)))
+    assert "rank 1 is missing B1" in bad(lambda a: a[1].remove(Action("B", 1)))
+    assert "rank 0 is missing F0" in bad(lambda a: a[0].remove(Action("F", 0)))
+    assert "rank 0 is missing W1" in bad(lambda a: a[0].remove(Action("W", 1)), "zero-bubble")
+    assert "rank 0 is missing I1" in bad(lambda a: a[0].remove(Action("I", 1)), "zero-bubble")
+    assert "rank 0 has B1 both as a whole and in parts" in bad(
+        lambda a: a[0].append(Action("W", 1))
+    )
+    assert "rank 0 has F2, which is outside of 2 microbatches and 1 chunks" in bad(
         lambda a: a[0].append(Action("F", 2))
     )
     assert "rank 0 has F0.1" in bad(lambda a: a[0].append(Action("F", 0, 1)))
@@ -206,17 +208,17 @@ def test_bad_lists_are_refused():
 
 def test_deadlocks_are_refused_by_name():
     assert bad(lambda a: a[1].reverse()) == (
-        "1f1b deadlocks: rank 0 stands at B0 and waits for B0 of rank 1; rank 1 stands at B1 and "
-        "waits for F1 of rank 1"
+        "1f1b deadlocks: rank 0 is blocked at B0, waiting for B0 of rank 1; rank 1 is blocked at "
+        "B1, waiting for F1 of rank 1"
     )
-    assert "rank 0 stands at W0 and waits for I0 of rank 0" in bad(
+    assert "rank 0 is blocked at W0, waiting for I0 of rank 0" in bad(
         lambda a: (a[0].remove(Action("W", 0)), a[0].insert(0, Action("W", 0))), "zero-bubble"
     )
     crossed = "F0 B0 F1 B1\nF1 F0 B0 B1\n"
     with pytest.raises(
         ValueError,
-        match="rank 0 stands at B0 and waits for B0 of rank 1; rank 1 stands at F1 and waits for "
-        "F1 of rank 0",
+        match="rank 0 is blocked at B0, waiting for B0 of rank 1; rank 1 is blocked at F1, "
+        "waiting for F1 of rank 0",
     ):
         check_schedule(parse_schedule(crossed, "crossed"))
 
@@ -270,7 +272,7 @@ def test_deadlocks_are_exactly_the_circles(name, v):
     (
         (
             ("interleaved", 4, 6, 2),
-            r"groups of pp \(4\), and 6 .*--train.global-batch-size, --train.microbatch-size or "
+            r"groups of pp \(4\), but 6 .*--train.global-batch-size, --train.microbatch-size or "
             r"--layout.pp",
         ),
         (("interleaved", 4, 8, 1), "--layout.virtual-stages 2"),
@@ -328,20 +330,20 @@ def test_a_file_may_be_yaml(tmp_path):
 )
 def test_yaml_of_another_shape_is_refused(tmp_path, text):
     (tmp_path / "mine.yaml").write_text(text)
-    with pytest.raises(ValueError, match="mine.yaml: .*(actions|a field|a mapping|not a YAML)"):
+    with pytest.raises(ValueError, match="mine.yaml: .*(actions|a field|a mapping|not valid YAML)"):
         make_schedule(str(tmp_path / "mine.yaml"), 1, 1)
 
 
 @pytest.mark.parametrize(
     "text, want",
     (
-        ("F0 B0\nF0 B0 G1\n", "line 2: 'G1' is no action"),
-        ("F0 F1 B0 B1\nF0 B0\n", "rank 1 never does F1"),
-        ("F0 F999999999 B0", "never does B999999999|never does F1"),
+        ("F0 B0\nF0 B0 G1\n", "line 2: 'G1' is not an action"),
+        ("F0 F1 B0 B1\nF0 B0\n", "rank 1 is missing F1"),
+        ("F0 F999999999 B0", "is missing B999999999|is missing F1"),
         ("# nothing\n", "no line of actions"),
         ("placement: w\nF0 B0\n", "placement 'w'"),
-        ("F0 B0.1", "never does B0|never does F0.1"),
-        ("F0x B0", "'F0x' is no action"),
+        ("F0 B0.1", "is missing B0|is missing F0.1"),
+        ("F0x B0", "'F0x' is not an action"),
         (b"\xff\xfe", "is not UTF-8 text"),
     ),
 )

@@ -137,7 +137,7 @@ def test_what_is_forgotten_is_seen(row, result):
     [
         ({"net3": "columns"}, "no part net3: did you mean net"),
         ({"net1": "column"}, "net1 is 'column': use one of columns"),
-        ({"net1": "columns", "net*": "rows"}, "net1 is columns and rows: name it once"),
+        ({"net1": "columns", "net*": "rows"}, "net1 is columns and rows: list it once"),
         ({"": "rows"}, "the module has no part"),
     ],
 )
@@ -148,7 +148,7 @@ def test_what_is_refused(plan, told):
 
 def test_sizes_kinds_and_shared_weights_are_refused():
     four = mock.Mock(size=4, rank=0)
-    with pytest.raises(ValueError, match="net1 has 30 columns, which tp .4. does not divide"):
+    with pytest.raises(ValueError, match="net1 has 30 columns, not divisible by tp .4."):
         styles._check("net1", nn.Linear(10, 30), "columns", four)
     with pytest.raises(ValueError, match="n is a LayerNorm, and rows is of Linear"):
         styles._check("n", nn.LayerNorm(3), "rows", four)

@@ -64,7 +64,7 @@ def test_a_device_without_rows_is_twice_as_wide():
     known, unknown = (PredictionErrors(errors).spread(device) for device in ("a100", "b300"))
     assert unknown.log == pytest.approx(2 * known.log)
     assert (known.rows, known.device, unknown.device) == (30, True, False)
-    assert "n = 30" in known.words and "none of this device" in unknown.words
+    assert "n = 30" in known.words and "none on this device" in unknown.words
 
 
 def test_one_lucky_row_makes_no_device_sure():

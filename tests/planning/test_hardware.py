@@ -58,9 +58,9 @@ def test_a_part_of_a_node_takes_its_share_of_the_power():
     [
         ("dgx-a10", "did you mean dgx-a100"),
         ("12xh100", "use a multiple of 8, or fewer"),
-        ("0xh100", "0xh100 is no whole number of nodes"),
+        ("0xh100", "0xh100 is not a whole number of nodes"),
         ("8xh10", "no device 'h10': did you mean h100"),
-        ("8000xh100", "512 nodes, and 1,000 are asked for"),
+        ("8000xh100", "512 nodes, but 1,000 are requested"),
         ("dgx-a100:0", "no nodes"),
         ("dgx-a100:561", "560 nodes"),
         ("zzz", "known are b200, dgx-1, dgx-2h"),
@@ -79,17 +79,17 @@ def test_a_wrong_name_is_answered(name, words):
         ({"peak_tflops": {"int4": 1}}, "peak_tflops has int4"),
         ({"memory_gib": None}, "memory_gib is null"),
         ({"memory_gb_s": 2039e9}, "memory_gb_s"),
-        ({"memory_gb_s": 2.039}, "another unit"),
-        ({"memory_gib": 9000}, "memory_gib is 9,000, and 0.1 to 8,192 GiB can be"),
+        ({"memory_gb_s": 2.039}, "check the units"),
+        ({"memory_gib": 9000}, "memory_gib is 9,000: it must be 0.1 to 8,192 GiB"),
         ({"memory_gb_s": 60_000}, "memory_gb_s is 60,000"),
         ({"memory_gib": 0.5, "reserved_gib": 0.1}, "is read in 0.000263 s"),
         ({"peak_tflops": {"bf16": 312_00}}, "peak_tflops.bf16 is 31,200"),
         ({"multiprocessors": 6912}, "multiprocessors is 6,912"),
         ({"efficiency": SHARES | {"product": 0.0079}}, "efficiency.product is 0.0079"),
         ({"watts": 400_00}, "watts is 40,000"),
-        ({"launch_us": 4000}, "launch_us is 4,000, and 0 to 100 us can be"),
+        ({"launch_us": 4000}, "launch_us is 4,000: it must be 0 to 100 us"),
         ({"efficiency": SHARES | {"product": 83}}, "efficiency.product"),
-        ({"reserved_gib": 80}, "nothing is left"),
+        ({"reserved_gib": 80}, "leaves no memory"),
         ({"launch_us": -1}, "launch_us"),
         ({"speed": 1}, "a field 'speed'"),
     ],
@@ -110,7 +110,7 @@ def test_an_absurd_device_is_refused_in_a_line(change, words, tmp_path):
         ({"inside": {"gb_s": 300, "latency_us": 6e3, "share": 0.8}}, "inside.latency_us is 6,000"),
         ({"between": {"gb_s": 2e5, "latency_us": 8, "share": 0.8}}, "between.gb_s is 200,000"),
         ({"node_kw": 650}, "node_kw is 650, 203 times what its 8 GPUs of 400 W take"),
-        ({"gpus_per_node": 4480}, "gpus_per_node is 4,480, and 1 to 1,152 GPUs can be"),
+        ({"gpus_per_node": 4480}, "gpus_per_node is 4,480: it must be 1 to 1,152 GPUs"),
         ({"storage_gb_s": 5e4}, "storage_gb_s is 50,000"),
         ({"nodes": 500_000}, "nodes is 500,000"),
     ],
@@ -221,5 +221,5 @@ def test_a_send_has_the_adapter_of_its_own_gpu():
 def test_more_ranks_than_gpus_are_refused():
     with pytest.raises(ValueError, match="36,000 ranks take 4,500 nodes of 8 GPUs"):
         Placement(read_cluster("dgx-a100"), Topology(dp=36000), 8)
-    with pytest.raises(ValueError, match="9 GPUs of a node"):
+    with pytest.raises(ValueError, match="9 GPUs per node"):
         Placement(read_cluster("dgx-a100"), Topology(), 9)

@@ -149,7 +149,7 @@ def test_front_leaves_out_what_is_larger_and_slower():
     assert plan.owning_cost(fleet) == pytest.approx(owned)
     free = replace(plan, prices=replace(plan.prices, rent=0, node=0))
     assert "GPU-days" in str(front.front(free))
-    assert "Only one number" in str(front.front(replace(plan, fleets=())))
+    assert "only one number" in str(front.front(replace(plan, fleets=())))
 
 
 def test_cluster_is_drawn_as_far_as_it_is_used():

@@ -120,24 +120,24 @@ REFUSED = {
     "gpt-1t": "missing --cluster",
     "--cluster dgx-a100": "name a model first",
     "gpt-1t --cluster dgx-a100:0": "has no nodes: use 1 or more",
-    "gpt-1t --cluster dgx-a100:561": "560 nodes, and 561 are asked for",
+    "gpt-1t --cluster dgx-a100:561": "560 nodes, but 561 are requested",
     "gpt-1t --cluster dgx-a100:384 --layout.tp 3": "not divisible by tp (3)",
-    "gpt-1t --cluster dgx-a100:384 --layout.pp 5": "layout.pp (5) does not divide the 3,072",
+    "gpt-1t --cluster dgx-a100:384 --layout.pp 5": "layout.pp (5) is not a divisor of the 3,072",
     "gpt-1t --cluster dgx-a100:384 --layout.tp 0": "layout.tp is 0: it must be at least 1",
     "gpt-1t --cluster dgx-a100:384 --layout.tp 2 --layout.dp 4096": "but there are 3072",
-    "gpt-1t --cluster dgx-a100:384 --layout.ep 2": "this model has none",
+    "gpt-1t --cluster dgx-a100:384 --layout.ep 2": "the model has none",
     "gpt-1t --cluster dgx-a100:384 --layout.recompute none --layout.recompute-layers 2": "full",
-    "gpt-1t --cluster dgx-a100:384 --train.sequence-length 4096": "over the model's max_position",
-    "gpt-1.7b --cluster dgx-a100:384 --train.global-batch-size 7": "is divisible by no dp",
+    "gpt-1t --cluster dgx-a100:384 --train.sequence-length 4096": "exceeds the model's max",
+    "gpt-1.7b --cluster dgx-a100:384 --train.global-batch-size 7": "by any possible dp",
     "gpt-1t --cluster dgx-a100:384 --train.global-batch-size 0": "must be at least 1",
     "gpt-1t --cluster dgx-a100 --train.microbatch-size 7": "train.microbatch-size",
     "gpt-1t --cluster dgx-a100 --top 0": "top is 0: it must be at least 1",
-    "gpt-1t --cluster dgx-a100 --batch 8": "batch and length are of generation: give --inference",
+    "gpt-1t --cluster dgx-a100 --batch 8": "--batch and --length are for generation: add",
     "gpt-1t --cluster dgx-a100 --tokens -1": "tokens is -1",
     "gpt-1t --cluster dgx-a100 --layout.schedule zero-bubble --train.compile": "exclude each other",
     "gpt-1t --cluster dgx-2h --train.dtype bfloat16": "has no peak rate for bf16",
-    "bert --cluster dgx-a100 --inference": "it generates none",
-    "llama-8b --cluster dgx-a100 --inference --layout.pp 2": "is of training",
+    "bert --cluster dgx-a100 --inference": "which cannot generate",
+    "llama-8b --cluster dgx-a100 --inference --layout.pp 2": "is for training",
     "llama-8b --cluster dgx-a100 --inference --length 999999": "max_position_embeddings",
     "pretrain --cluster dgx-a100": "has no model of its own",
 }
@@ -242,7 +242,7 @@ def test_a_terminal_is_told_what_bounds_and_what_it_costs(monkeypatch):
     assert told.code == 0 and all(len(line) <= 100 for line in table)
     assert "MFU: floating-point operations of the model" in told.out
     command = next(line for line in lines if line.startswith("Exact memory: dolmen dryrun "))
-    asked = read("dryrun", command.split()[5:])
+    asked = read("dryrun", command.split()[4:])
     assert asked.run.layout.world == 32 and asked.options.device == "a100"
     assert "100 B tokens" in told.out and "rented: " in told.out and "owned: " in told.out
     assert told.out.count("bound by ") == 3 and "more time" in told.out

@@ -104,14 +104,20 @@ def test_what_is_pinned_is_so_and_nothing_else_changes():
 @pytest.mark.parametrize(
     "space, told",
     [
-        (Space(DENSE, 12, 7, 8, pins=Pins(tp=2, pp=1)), "train.global-batch-size (7) is divisible"),
-        (Space(DENSE, 12, 12, 8, pins=Pins(tp=5)), "layout.tp (5) does not divide the 12"),
+        (
+            Space(DENSE, 12, 7, 8, pins=Pins(tp=2, pp=1)),
+            "train.global-batch-size (7) is not divisible",
+        ),
+        (Space(DENSE, 12, 12, 8, pins=Pins(tp=5)), "layout.tp (5) is not a divisor of the 12"),
         (Space(DENSE, 10, 10, 8, pins=Pins(tp=5)), "not divisible by tp (5)"),
         (Space(DENSE, 12, 12, 8, pins=Pins(pp=12)), "12 stages"),
         (Space(DENSE, 12, 12, 8, pins=Pins(tp=2, dp=12)), "but there are 12"),
-        (Space(DENSE, 12, 12, 8, pins=Pins(ep=2)), "this model has none"),
+        (Space(DENSE, 12, 12, 8, pins=Pins(ep=2)), "the model has none"),
         (Space(DENSE, 12, 12, 8, microbatch_size=5), "train.microbatch-size"),
-        (Space(DENSE, 12, 12, 8, pins=Pins(recompute="full", recompute_layers=9)), "over num_hid"),
+        (
+            Space(DENSE, 12, 12, 8, pins=Pins(recompute="full", recompute_layers=9)),
+            "exceeds num_hid",
+        ),
     ],
 )
 def test_what_no_layout_can_do_is_told_with_the_knob(space, told):

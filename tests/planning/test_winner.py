@@ -100,7 +100,7 @@ def test_the_command_that_is_printed_is_that_dry_run(model, home, tmp_path, monk
     )
     planned = dolmen("plan", model, *words.split())
     line = next(one for one in planned.out.splitlines() if one.startswith("Exact memory: "))
-    told = dolmen(*shlex.split(line)[4:], "--json", "run.json")
+    told = dolmen(*shlex.split(line)[3:], "--json", "run.json")
     assert (planned.code, told.code) == (0, 0), (planned.err, told.err)
     (kept,) = (tmp_path / "winners").iterdir()
     assert json.loads(Path("run.json").read_text()) == json.loads(kept.read_text())
@@ -138,7 +138,7 @@ def test_a_run_of_which_no_layout_passes_keeps_its_ranking(monkeypatch):
     monkeypatch.setattr(winner, "count_ranks", lambda *_: counted(1 << 40))
     found = search.make_plan(asked, free)
     assert found.ranked == search.make_plan(asked, replace(free, dryrun=False)).ranked
-    assert "was not dry-run: none of the first 3 layouts passes" in told(found)
+    assert "No dry run of the first layout: none of the first 3 layouts passes" in told(found)
 
 
 def test_what_takes_minutes_is_left_out(home, monkeypatch):

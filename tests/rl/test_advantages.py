@@ -139,7 +139,7 @@ def test_groups_that_are_alike_are_replaced_and_no_others():
     [
         (
             dict(overlong_buffer=200),
-            "rollout.overlong-buffer .200. is over rollout.max-new-tokens .128.",
+            "rollout.overlong-buffer .200. exceeds rollout.max-new-tokens .128.",
         ),
         (dict(importance_sampling_cap=0.0), "importance-sampling-cap is 0.0"),
         (dict(max_resamples=-1), "resamples is -1"),

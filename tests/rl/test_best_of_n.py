@@ -48,7 +48,7 @@ def test_the_best_of_each_row_is_written(asked, tmp_path, material):
         assert one == {**row, **chosen, "reward": pytest.approx(float(rewards.max()), rel=1e-4)}
         assert rewards.std() > 1e-3
     mean = sum(one["reward"] for one in best) / 3
-    assert f"has the best completion of 3 rows: a reward of {mean:.4g}" in told.out
+    assert f"has the best completion of 3 rows: mean reward {mean:.4g}" in told.out
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_rows_without_a_reward_are_left_out_and_told(asked, tmp_path):
 @pytest.mark.parametrize(
     "more, told",
     [
-        ((), "--best FILE and --reward belong together"),
+        ((), "--best and --reward need each other"),
         (("--reward", "exakt"), "reward is exakt"),
         (("--reward", "stub", "--num-samples", 1), "use --num-samples 2 or more"),
     ],

@@ -147,9 +147,9 @@ def test_an_environment_is_a_process_of_its_own(monkeypatch):
             "reward_functions:calculator: ValueError"
         )
     with UserEnvironment("reward_functions:says_a_number", 20.0) as environment:
-        assert "it gave int, not a text or None" in environment(prompt, ["x"]).error
+        assert "it returned int, not text or None" in environment(prompt, ["x"]).error
     with UserEnvironment("reward_functions:says_half_a_character", 20.0) as environment:
-        assert "it gave half a character" in environment(prompt, ["x"]).error
+        assert "it returned a lone surrogate" in environment(prompt, ["x"]).error
         assert environment(prompt, ["raise"]).error.endswith(r"ValueError: \ud800")  # to be printed
     with pytest.raises(ValueError, match="reward_functions has no function absent"):
         UserEnvironment("reward_functions:absent", 20.0)(prompt, ["x"])

@@ -84,7 +84,7 @@ def test_what_a_critic_explains():
         (dict(lam=-0.1), "ppo.lam is -0.1"),
         (dict(kl_coef=-1.0), "ppo.kl-coef is -1.0: it must be at least 0"),
         (dict(kl_target=0.0), "ppo.kl-target is 0.0: it must be over 0"),
-        (dict(kl_target=6.0, kl_coef=0.0), r"ppo.kl-target \(6\) multiplies ppo.kl-coef"),
+        (dict(kl_target=6.0, kl_coef=0.0), r"ppo.kl-target \(6\) adapts ppo.kl-coef"),
         (dict(reward_clip=float("inf")), "ppo.reward-clip is inf"),
         (dict(dual_clip=1.0), "ppo.dual-clip is 1.0: it must be over 1"),
     ],

@@ -106,7 +106,7 @@ def test_a_reward_model_of_another_vocabulary_is_refused(asked, tmp_path):
     short = dolmen(*asked, "--reward", tmp_path / "short")
     assert short.code == 2 and "set --train.sequence-length 31 or less" in short.words
     foretells = dolmen(*asked, "--reward", asked[3])
-    assert foretells.code == 2 and "predicts tokens: give a model" in foretells.words
+    assert foretells.code == 2 and "has an LM head: give a model" in foretells.words
     assert not (tmp_path / "run").exists()
 
 

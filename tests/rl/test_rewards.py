@@ -67,7 +67,7 @@ def test_a_function_judges_in_a_process_of_its_own(capfd):
     [
         ("reward_functions:raises", "RuntimeError: no reward today"),
         ("reward_functions:nothing", "it gave nan"),
-        ("reward_functions:leaves", "gave no reward"),
+        ("reward_functions:leaves", "returned no reward"),
     ],
 )
 def test_what_gives_no_reward_has_failed(name, why):
@@ -91,11 +91,11 @@ def test_a_second_reply_to_one_request_is_an_error_and_no_reward():
 def test_a_reward_is_a_number_and_no_text_or_bool():
     with make_reward_function("reward_functions:value", 20.0) as judge:
         for text, why in (
-            ("text", "it gave str, not a number"),
-            ("true", "it gave bool, not a number"),
-            ("none", "it gave NoneType, not a number"),
-            ("list", "it gave list, not a number"),
-            ("bool of numpy", "it gave bool"),
+            ("text", "it returned str, not a number"),
+            ("true", "it returned bool, not a number"),
+            ("none", "it returned NoneType, not a number"),
+            ("list", "it returned list, not a number"),
+            ("bool of numpy", "it returned bool"),
             ("large", "OverflowError"),
         ):
             found = judge(RewardInput("?", text, {}))
@@ -121,7 +121,7 @@ def test_what_takes_too_long_has_failed_and_what_comes_after_has_not():
         ("reward_functions.py:length", "not a package; write reward_functions:length"),
         (
             "reward_functions:of_trl",
-            "of_trl takes lists of completions, as a reward function of TRL",
+            "of_trl takes lists of completions, like a reward function of TRL",
         ),
         ("reward_functions:NUMBER", "has no function NUMBER"),
         ("no_such_module:f", "cannot be imported"),
@@ -178,7 +178,7 @@ def test_weights_are_spelled_as_those_of_data():
     names = ["gsm8k", "regex:^a:b", "reward_functions:length", "runs/reward"]
     assert parse_rewards(asked) == list(zip((0.7, 1, 2, 0.5), names, strict=True))
     for asked in ("0:exact", "1:", f"{10**16}:exact", f"{'9' * 400}:exact"):
-        with pytest.raises(ValueError, match="a weight over 0, at most 1e[+]15, and a reward"):
+        with pytest.raises(ValueError, match="must be over 0 and at most 1e[+]15"):
             parse_rewards([asked])
 
 

@@ -115,7 +115,7 @@ def test_tokens_are_those_of_the_model(name, number):
     made, spec = two(), FAMILIES["llama"].spec
     rollout.check_ids(Path("/x"), made, spec)
     vars(made)[name][0, 1] = number
-    with pytest.raises(Refused, match=f"/x: {name} are from .*, and the vocab_size is"):
+    with pytest.raises(Refused, match=f"/x: {name} are from .*, but vocab_size is"):
         rollout.check_ids(Path("/x"), made, spec)
 
 
@@ -123,8 +123,8 @@ def test_tokens_are_those_of_the_model(name, number):
     "shape, most, why",
     [
         ((2, 4, 6), 7, None),
-        ((2, 4, 6), 8, "have index 8, and the model 8 of them"),
-        ((2, 4, 4), 7, "are 4 choices per token, and the model has 6"),
+        ((2, 4, 6), 8, "have index 8, but the model has 8 experts"),
+        ((2, 4, 4), 7, "are 4 choices per token, but the model has 6"),
     ],
 )
 def test_experts_are_those_of_the_model(shape, most, why):

@@ -69,16 +69,19 @@ def test_rows_of_a_txt(tmp_path):
         ("{'prompt': 1}", "is not JSON"),
         ('{"prompt": "a"', "is not JSON"),
         ("[1]", "it is a list of 1: it must be a mapping"),
-        ({"text": "a"}, "it must have one of `prompt`, `query`, `messages`, and has none of them"),
-        ({"prompt": "a", "query": "b"}, "and has `prompt` and `query`"),
+        (
+            {"text": "a"},
+            "it must have exactly one of `prompt`, `query`, `messages`, but has none of them",
+        ),
+        ({"prompt": "a", "query": "b"}, "but has `prompt` and `query`"),
         ({"prompt": 5}, "prompt is 5: it must be text"),
         ({"prompt": "a", "id": [1]}, "id is a list of 1"),
         ({"prompt": "a", "tokens": 1}, "a field `tokens`, where the completion is written"),
         ({"messages": []}, "messages has 0 entries"),
         ({"messages": [{"role": "user"}]}, "messages[0] has no content"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "the assistant's own"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "is the assistant's"),
         ('{"prompt": "\\ud800"}', "prompt is"),
-        ('{"prompt": "a", "of": "\\ud800"}', "half a character"),
+        ('{"prompt": "a", "of": "\\ud800"}', "a lone surrogate"),
         ('{"prompt": "a", "prompt": "b"}', "given twice"),
         (f'{{"prompt": "a", "x": {"[" * 70}{"]" * 70}}}', "brackets open at once"),
     ],
@@ -207,8 +210,8 @@ def test_what_is_refused_before_work_begins(tmp_path):
     )
     ended(out, (0, 2))
     refused("is unfinished")
-    refused("temperature was 0.5 when .* and is 1.0", True, ASKED | {"temperature": 1.0})
-    refused("rows of --input are others", True, read="another")
+    refused("temperature was 0.5 when .* but is 1.0", True, ASKED | {"temperature": 1.0})
+    refused("rows of --input differ", True, read="another")
     assert check_output(out, 3, True, ASKED, "digest")
     journal_path(out).write_bytes(b'{"form')  # killed as it began
     refused("is damaged", True)
@@ -217,13 +220,13 @@ def test_what_is_refused_before_work_begins(tmp_path):
     journal_path(out).unlink()
     written(out, answer(0), answer(1))
     refused("exists: give another name")
-    refused("has 2 rows of 3, and no out.jsonl.journal", True)
+    refused("has 2 rows of 3, but out.jsonl.journal", True)
     written(out, answer(0), answer(1), answer(2))
     assert not check_output(out, 3, True, ASKED, "digest")  # all is there
     out.unlink()
     out.mkdir()
-    refused("is no file")
-    with pytest.raises(ValueError, match="there is no folder"):
+    refused("is not a file")
+    with pytest.raises(ValueError, match="does not exist: create it"):
         check_output(tmp_path / "no" / "out.jsonl", 3, False, ASKED, "digest")
 
 

@@ -149,19 +149,19 @@ def test_a_compiled_model_is_not_compiled_again_for_every_length():
         (
             [[1, VOCABULARY]],
             4,
-            f"prompt 0 has tokens 1 to {VOCABULARY}, the model's vocab_size is {VOCABULARY}",
+            f"prompt 0 has tokens 1 to {VOCABULARY}, but the model's vocab_size is {VOCABULARY}",
         ),
         ([[-1]], 4, "prompt 0 has tokens -1"),
         (
             [[1] * 30],
             4,
-            "30 tokens and 4 new .* 33 positions, max_position_embeddings is 32: use "
+            "30 tokens and 4 new .* 33 positions, but max_position_embeddings is 32: use "
             "--max-new-tokens 3",
         ),
         (
             [[1] * 40],
             4,
-            "40 tokens and 4 new ones read 43 positions, max_position_embeddings is 32: use a "
+            "40 tokens and 4 new ones read 43 positions, but max_position_embeddings is 32: use a "
             "shorter prompt",
         ),
     ],
@@ -179,7 +179,9 @@ def test_the_last_position_is_used():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         generate(decoder("grouped"), [[1] * 30], 3)
-    with pytest.warns(UserWarning, match=f"read 33 positions, max_position_embeddings is {MOST}"):
+    with pytest.warns(
+        UserWarning, match=f"read 33 positions, but max_position_embeddings is {MOST}"
+    ):
         assert len(generate(decoder("grouped"), [[1] * 30], 4)[0]) == 4
 
 
@@ -255,7 +257,7 @@ def refused_by_both(model, stages: meshes.Mesh) -> None:
     down = bad.form.pair(max(bad.form.targets))[0]
     assert down.startswith("layers.1.")
     bad.stored[down].value[0, 0] = torch.nan
-    with pytest.raises(ValueError, match=f"adapter bad: {down} has values that are no numbers"):
+    with pytest.raises(ValueError, match=f"adapter bad: {down} has values that are not finite"):
         place_adapters({"bad": bad}, model, stages)
 
 

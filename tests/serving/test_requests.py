@@ -81,7 +81,7 @@ def test_where_pages_are_lacking_the_youngest_wait_and_nothing_changes(model):
             found |= {(e.id, e.sample): e for e in output.finished}
     assert tokens(found) == tokens(free)
     assert sum(reads) > 20 + 9 + 17 + 6 * 11  # some were read again
-    with pytest.raises(ValueError, match="6 pages of 8 tokens, and the cache has 5: .* 21$"):
+    with pytest.raises(ValueError, match="6 pages of 8 tokens, but the KV cache has 5: .* 21$"):
         engine.add(Request(LONG, SamplingParams(max_new_tokens=22)))
 
 
@@ -208,7 +208,7 @@ def test_a_prompt_is_scored_without_a_new_token(model):
         (dict(params=SamplingParams(temperature=-1)), "temperature is -1"),
         (
             dict(params=SamplingParams(min_new_tokens=65)),
-            "min_new_tokens is 65 and max_new_tokens 64",
+            "exceeds max_new_tokens",
         ),
         (dict(params=SamplingParams(repetition_penalty=0)), "repetition_penalty is 0"),
         (dict(params=SamplingParams(min_p=1.5)), "min_p is 1.5"),

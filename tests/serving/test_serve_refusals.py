@@ -74,7 +74,7 @@ BAD = {
     "an empty list of ids": (GOOD | {"prompt": [[]]}, "tokens"),
     "ids out of the vocabulary": (GOOD | {"prompt": [1, 300]}, "vocab_size"),
     "ids below it": (GOOD | {"prompt": [-1]}, "vocab_size"),
-    "half a character": (GOOD | {"prompt": "\ud800"}, "surrogate"),
+    "a lone surrogate": (GOOD | {"prompt": "\ud800"}, "surrogate"),
     "temperature of another type": (GOOD | {"temperature": "hot"}, "temperature"),
     "temperature below 0": (GOOD | {"temperature": -1}, "temperature"),
     "temperature of no size": (GOOD | {"temperature": 5e-324}, "temperature"),

@@ -96,7 +96,7 @@ def test_what_fills_in_tokens_ends_in_no_text(material, asked):
         data=DataConfig(path=(str(material.docs),), tokenizer=str(material.tokenizer)),
         finish=FinishConfig(export=True, **asked),
     )
-    with pytest.raises(ValueError, match=f"finish.{min(asked)} is for models that predict"):
+    with pytest.raises(ValueError, match=f"finish.{min(asked)} is for causal language models"):
         tinyrun.check_run(replace(run, layout=Layout()), None)
 
 
@@ -135,9 +135,13 @@ def test_dp_is_what_the_processes_leave(layout, processes, dp):
 @pytest.mark.parametrize(
     "layout, processes, said",
     [
-        (Layout(tp=2), 3, "layout.tp (2) does not divide the 3 processes: set --layout.tp 1"),
-        (Layout(tp=4), 2, "layout.tp (4) does not divide the 2 processes: set --layout.tp 2, or "),
-        (Layout(tp=2, pp=2), 6, "layout.tp (2) x layout.pp (2) = 4 does not divide the 6"),
+        (Layout(tp=2), 3, "layout.tp (2) is not a divisor of the 3 processes: set --layout.tp 1"),
+        (
+            Layout(tp=4),
+            2,
+            "layout.tp (4) is not a divisor of the 2 processes: set --layout.tp 2, or ",
+        ),
+        (Layout(tp=2, pp=2), 6, "layout.tp (2) x layout.pp (2) = 4 is not a divisor of the 6"),
         (Layout(tp=2, dp=2), 2, "layout.tp (2) x layout.dp (2) = 4 processes, but there are 2"),
     ],
 )
@@ -163,7 +167,7 @@ def test_another_model_is_named_field_by_field(material):
     with pytest.raises(ValueError, match=r"\(model.model_type: mistral -> llama; model"):
         check_same_model(moved, run, 7)
     saved["model"]["model_type"] = "made-up"
-    with pytest.raises(ValueError, match="of another model .model_type is 'made-up'"):
+    with pytest.raises(ValueError, match="belongs to another model .model_type is 'made-up'"):
         check_same_model(saved, run, 7)
 
 
@@ -185,7 +189,9 @@ def test_another_optimizer_is_refused_with_the_knob(material):
     nameless = to_dict(plain)
     del nameless["optimizer"]["name"]
     for saved, run, name in ((to_dict(muon), plain, "muon"), (nameless, muon, "adamw")):
-        with pytest.raises(ValueError, match=f"optimizer.name {name}.* --optimizer.name {name}"):
+        with pytest.raises(
+            ValueError, match=f"optimizer state of {name}.* --optimizer.name {name}"
+        ):
             check_same_optimizer(saved, run, 7)
     for saved, run in ((to_dict(muon), muon), (nameless, plain), ({}, plain)):
         check_same_optimizer(saved, run, 7)
@@ -238,7 +244,7 @@ def test_what_a_run_reads_is_not_overwritten(option, material, tmp_path):
 
 def test_half_precision_inside_float64_is_refused(material):
     words = {"optimizer": {"name": "muon", "muon": {"dtype": "bfloat16"}}}
-    with pytest.raises(ValueError, match=r"keeps 8 bits .* --optimizer.muon.dtype float32"):
+    with pytest.raises(ValueError, match=r"too coarse .* --optimizer.muon.dtype float32"):
         tinyrun.check_run(material.config(**words, train={"dtype": "float64"}), None)
     tinyrun.check_run(material.config(**words, train={"dtype": "bfloat16"}), None)
 

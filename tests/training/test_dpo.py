@@ -91,7 +91,7 @@ def test_what_a_pair_is_read_as():
     "row, told",
     [
         ({"prompt": "q", "chosen": "a"}, "has no rejected"),
-        ({"chosen": "a", "rejected": "b"}, "`chosen` is no answer .* give `prompt`"),
+        ({"chosen": "a", "rejected": "b"}, "`chosen` is not a completion .* give `prompt`"),
         ({"prompt": "q", "chosen": 7, "rejected": "b"}, "chosen is 7"),
         ({"prompt": "q", "chosen": "a", "rejected": [{"role": "user", "content": "b"}]}, "`rejec"),
         ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": -1e300}, r"margin is -1e[+]300"),
@@ -273,9 +273,9 @@ def test_other_kinds(pairs, tmp_path, kind):
         (("--objective.loss-type", "kto"), "use --data.rows completions"),
         (("--data.rows", "completions"), "use --data.rows pairs"),
         (("--objective.desirable-weight", 2), "apply to kto"),
-        (("--train.global-batch-size", 3), "a pair takes two sequences"),
-        (("--train.microbatch-size", 1), "a pair takes two sequences"),
-        (("--data.rows", "chats"), "do not belong together"),
+        (("--train.global-batch-size", 3), "a pair is two sequences"),
+        (("--train.microbatch-size", 1), "a pair is two sequences"),
+        (("--data.rows", "chats"), "do not fit together"),
         (("--objective.label-smoothing", 0.5), "label_smoothing is 0.5"),
         (("--objective.beta", 0), "beta is 0.0"),
         (("--objective.rpo-alpha", -1), "rpo_alpha is -1.0"),
@@ -301,5 +301,5 @@ def test_the_objective_that_is_asked_for(pairs):
 
 
 def test_options_of_dpo_are_of_dpo():
-    with pytest.raises(ValueError, match="applies to dpo, and objective.name is tokens"):
+    with pytest.raises(ValueError, match="applies to dpo, but objective.name is tokens"):
         ObjectiveConfig(beta=0.2)

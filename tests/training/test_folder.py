@@ -70,7 +70,7 @@ def test_without_a_list_a_model_and_a_tokenizer_may_be_anybodys(run, material):
     before = content(run)
     words = ("train", material.file, "--out", run)
     result = dolmen(*words, "--overwrite")
-    assert result.code == 2 and "also holds hf, hf/config.json" in result.words
+    assert result.code == 2 and "also contains hf, hf/config.json" in result.words
     assert (
         "(not listed as written by dolmen: there is no .dolmen): move or delete it" in result.words
     )
@@ -78,7 +78,7 @@ def test_without_a_list_a_model_and_a_tokenizer_may_be_anybodys(run, material):
     assert result.code == 2 and "would overwrite hf, hf/config.json" in result.words
     assert content(run) == before
     shutil.rmtree(run / "hf")
-    with pytest.raises(Unusable, match="also holds tokenizer, tokenizer/"):
+    with pytest.raises(Unusable, match="also contains tokenizer, tokenizer/"):
         folder.clear_run(run)
     assert dolmen(*words, "--resume", "--train.steps", 8).code == 0 and steps(run)[-1] == 8
 
@@ -111,7 +111,7 @@ def test_anything_else_is_refused_by_name_and_nothing_is_deleted(run, name, has_
     (run / name).write_text("mine")
     before = content(run)
     with pytest.raises(
-        Unusable, match="deletes only what dolmen wrote, and .* also holds "
+        Unusable, match="deletes only files written by dolmen, but .* also contains "
     ) as told:
         folder.clear_run(run)
     assert any(part in str(told.value) for part in (name, *map(str, Path(name).parents[:-1])))
@@ -120,7 +120,7 @@ def test_anything_else_is_refused_by_name_and_nothing_is_deleted(run, name, has_
 
 def test_an_empty_folder_is_somebody_elses_too(run):
     (run / "mydata").mkdir()
-    with pytest.raises(Unusable, match="also holds mydata:"):
+    with pytest.raises(Unusable, match="also contains mydata:"):
         folder.clear_run(run)
 
 
@@ -139,7 +139,7 @@ def test_links_are_not_followed_and_not_deleted(run, tmp_path, has_list):
         shutil.move(copy / name, tmp_path / f"elsewhere{number}")
         (copy / name).symlink_to(tmp_path / f"elsewhere{number}")
         before = content(tmp_path)
-        with pytest.raises(Unusable, match=f"also holds {name}"):
+        with pytest.raises(Unusable, match=f"also contains {name}"):
             folder.clear_run(copy)
         assert content(tmp_path) == before
 
@@ -155,7 +155,7 @@ def test_a_forged_list_adds_no_form(run):
     for name in ("mydata/a.txt", "notes.txt", "hf/deep/a.txt"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text("mine")
-    with pytest.raises(Unusable, match=r"also holds hf/deep, mydata, notes.txt: move it"):
+    with pytest.raises(Unusable, match=r"also contains hf/deep, mydata, notes.txt: move or"):
         folder.clear_run(run)
     for name in ("notes.txt", "mydata", "hf/deep"):
         path = run / name
@@ -169,7 +169,7 @@ def test_names_of_ours_that_dolmen_has_not_written_stay(run):
     text = (run / folder.LIST).read_text().splitlines()
     kept = [line for line in text if not line.startswith("hf")]
     (run / folder.LIST).write_text("\n".join(kept) + "\n")
-    with pytest.raises(Unusable, match="also holds hf, hf/config.json"):
+    with pytest.raises(Unusable, match="also contains hf, hf/config.json"):
         folder.clear_run(run)
     with pytest.raises(Unusable, match="model is not exported: .*/hf was not written by dolmen"):
         folder.remove_export(run)
@@ -222,7 +222,7 @@ def test_what_comes_while_a_folder_is_looked_at_is_kept(run, monkeypatch, name):
         with monkeypatch.context() as patch:
             patch.setattr(folder, "_walk", late)
             if name.startswith("hf"):
-                with pytest.raises(Unusable, match="hf is not deleted .* is kept"):
+                with pytest.raises(Unusable, match="hf could not be deleted .* added to it"):
                     delete(run)
             else:
                 delete(run)
@@ -244,8 +244,8 @@ def test_training_text_inside_the_folder(material, tmp_path):
     for more, want in (
         (("--data.path", f"{out}/mydata/*.txt"), f"would delete {out}/mydata/"),
         (("--data.path", tmp_path), str(out)),
-        (("--data.cache", out / "cache"), "also holds mydata"),
-        ((), "also holds mydata: move it"),
+        (("--data.cache", out / "cache"), "also contains mydata"),
+        ((), "also contains mydata: move or"),
     ):
         result = dolmen(*words, "--overwrite", *more)
         assert result.code == 2 and want in result.words, result

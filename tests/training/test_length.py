@@ -51,7 +51,7 @@ def test_tokens_are_steps_and_a_resume_keeps_them(material, tmp_path):
     # 1e-2 of the way that has been gone when the step is made
     assert [found[step][1] for step in (7, 8)] == pytest.approx([0.8e-2, 1e-2])
     less = dolmen(*words, "--out", tmp_path / "tokens", "--resume", "--train.tokens", 5 * EACH)
-    assert less.code == 2 and "has read 640 tokens, --train.tokens is 320" in less.err
+    assert less.code == 2 and "has read 640 tokens, but --train.tokens is 320" in less.err
 
 
 def test_epochs_are_passes_over_the_data(material, tmp_path):
@@ -92,11 +92,11 @@ REFUSED = {
         "steps": 5,
         "tokens": 400.0,
     },
-    "train.epochs (2) and train.steps (5) each say how long the run is: leave one out": {
+    "train.epochs (2) and train.steps (5) both set the length of the run: leave one out": {
         "steps": 5,
         "epochs": 2.0,
     },
-    "train.epochs (2) and train.tokens (400) each say": {
+    "train.epochs (2) and train.tokens (400) both set": {
         "steps": None,
         "tokens": 400.0,
         "epochs": 2.0,
@@ -138,7 +138,7 @@ def test_what_says_two_lengths_is_refused(material, said):
 
 def test_what_says_two_warm_ups_is_refused(material):
     run = material.config(optimizer={"warmup_steps": 2, "warmup_tokens": 192.0})
-    with pytest.raises(ValueError, match=r"warmup-steps is 2, and .*warmup-tokens \(192\) are 3: "):
+    with pytest.raises(ValueError, match=r"warmup-steps is 2, but .*warmup-tokens \(192\) are 3: "):
         check_agreement(run)
     check_agreement(replace(run, optimizer=replace(run.optimizer, warmup_tokens=128.0)))
     check_agreement(material.config(train={"steps": 6, "tokens": 6.0 * EACH - 1}))

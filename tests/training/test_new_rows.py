@@ -96,7 +96,7 @@ def test_the_recipe_tells_the_loss_of_each_language(material, tmp_path):
     assert shown.code == 0, shown.err
     words_of = " ".join(shown.out.split())
     assert "only embedding rows from token id 200 on are trained until step 2" in words_of
-    assert "replay text" not in words_of
+    assert "mix in some old text" not in words_of
     told = rows(out, "val_loss")
     assert [row["step"] for row in told] == [0, 2, 4]
     apart = [name for name in told[0] if name.startswith("val_loss/")]
@@ -116,7 +116,7 @@ def test_the_recipe_tells_the_loss_of_each_language(material, tmp_path):
     assert f"on {new}" in words_of and f"on {old}" in words_of
     words[1:3] = [str(new)]
     alone = dolmen("train", "continue-language", "--init", model, *words, "--out", tmp_path / "b")
-    assert alone.code == 0 and "replay text of it in a share" in " ".join(alone.out.split())
+    assert alone.code == 0 and "mix in some old text" in " ".join(alone.out.split())
 
 
 def test_what_cannot_wait_for_new_rows_is_refused(material, tmp_path):
@@ -127,9 +127,9 @@ def test_what_cannot_wait_for_new_rows_is_refused(material, tmp_path):
             tinyrun.check_run(run, 1)
         return str(error.value)
 
-    assert "without a model to start from every row is new" in refused(init=None)
-    assert "is AdamW's, which begins when" in refused(optimizer={"name": "muon"})
-    assert "over the last of the model's 300 rows" in refused(
+    assert "needs an initial model, without which every row is new" in refused(init=None)
+    assert "needs AdamW without initial state" in refused(optimizer={"name": "muon"})
+    assert "exceeds the model's 300 rows" in refused(
         train={"new_rows": {"share": 0.5, "first": 300}}
     )
     unsaid = {"new_rows": {"share": 0.5}}

@@ -233,7 +233,7 @@ def test_a_critic_is_exported(whole, material, tmp_path):
     torch.testing.assert_close(score[0, 0], found[0, 5], rtol=1e-5, atol=1e-5)
     assert isinstance(open_source(out).spec.head, ScalarHeadSpec)
     none = dolmen("export", material.model, "--to", tmp_path / "no", "--critic")
-    assert none.code == 2 and "is no run of dolmen's" in none.words
+    assert none.code == 2 and "is not a dolmen run" in none.words
     assert not (tmp_path / "no").exists()
 
 
@@ -361,7 +361,7 @@ def test_what_is_replayed_is_balanced_by_no_bias(material):
 
     check_rollout(resolve(asked(), None))
     check_rollout(resolve(asked(balance="bias", bias_rate=0.0), None))
-    with pytest.raises(ValueError, match="would move by 0.01 in each update .*bias-rate 0"):
+    with pytest.raises(ValueError, match="bias-rate 0.01. would adjust .*bias-rate 0"):
         check_rollout(resolve(asked(balance="bias", bias_rate=0.01), None))
 
 
@@ -546,10 +546,10 @@ def test_what_no_run_of_ppo_can_be_is_refused(material, prompts, tmp_path):
             ("--ppo.pretraining-coef", 2, "--ppo.pretraining-path", tmp_path / "gone"),
             "gone: no such file or folder",
         ),
-        (("--rollout.routing-replay",), "rollout.routing-replay keeps which experts"),
-        (("--rollout.beta", 0.1), "rollout.beta is 0.1, which is of grpo"),
+        (("--rollout.routing-replay",), "rollout.routing-replay is for MoE"),
+        (("--rollout.beta", 0.1), "rollout.beta is 0.1, which is for grpo"),
         (("--critic.warmup-steps", 4, "--train.steps", 4), "covers all of the run's 4 steps"),
-        (("--ppo.kl-target", 1, "--ppo.kl-horizon", 1), "ppo.kl-horizon (1) is so short"),
+        (("--ppo.kl-target", 1, "--ppo.kl-horizon", 1), "ppo.kl-horizon (1) is too short"),
         (("--critic.init", tmp_path / "other"), "vocab_size of 310, but the model has 300"),
         (("--critic.init", tmp_path / "wider"), "another shape than the model (intermediate_size"),
     ):

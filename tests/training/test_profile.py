@@ -99,7 +99,7 @@ def test_overwrite_deletes_it_and_nothing_else(done):
     """Last, as it takes the run away."""
     out, _ = done
     (out / "profile" / "mine.txt").write_text("mine")
-    with pytest.raises(folder.Unusable, match="also holds profile/mine.txt"):
+    with pytest.raises(folder.Unusable, match="also contains profile/mine.txt"):
         folder.clear_run(out)
     (out / "profile" / "mine.txt").unlink()
     folder.clear_run(out)
@@ -223,7 +223,7 @@ def test_it_is_written_through_no_link(tmp_path, name):
     (run / name).parent.mkdir(parents=True)
     (run / name).symlink_to(elsewhere)
     told = recorded(run).write(lambda seconds: {})
-    assert told[-1] == f"{NOT}{run / name}: it is a link or a file, no folder"
+    assert told[-1] == f"{NOT}{run / name}: it is a link or a file, not a folder"
     (run / name).unlink()
     (run / name).write_text("mine")
     assert recorded(run).write(lambda seconds: {})[-1] == told[-1]

@@ -71,8 +71,8 @@ def test_a_run_and_its_scores(start, tmp_path):
     said = " ".join(first.out.split())
     assert "skipped: 1 pair with equal completions" in said
     assert "skipped: 1 pair with a completion of over 48 tokens with its prompt" in said
-    assert re.search(r"step 12: validation loss .* on \d+ answers", said)
-    assert "held-out answers" in said and "tokens, and a batch" not in said
+    assert re.search(r"step 12: validation loss .* on \d+ completions", said)
+    assert "held-out completions" in said and "tokens, and a batch" not in said
     assert losses(out)[-1][1] < 0.2
     held = rows(out, "val_loss")[-1]
     assert held["val_accuracy"] == 1 and 0 <= held["val_calibration_error"] < 0.5
@@ -101,7 +101,7 @@ def test_a_run_and_its_scores(start, tmp_path):
     assert again.code == 0, again.err
     sft = ("train", "pretrain", "--init", out / "hf", "--data.path", material_docs(start))
     told = dolmen(*sft, "--out", tmp_path / "c2", "--data.cache", start / "cache")
-    assert told.code == 2 and "ends in one number, as a reward model does" in told.words
+    assert told.code == 2 and "has a scalar head (a reward model)" in told.words
 
 
 def material_docs(start):
@@ -113,14 +113,14 @@ def material_docs(start):
 @pytest.mark.parametrize(
     "more, told",
     [
-        (("--train.global-batch-size", 3), "a pair takes two sequences"),
-        (("--data.rows", "chats"), "do not belong together"),
+        (("--train.global-batch-size", 3), "a pair is two sequences"),
+        (("--data.rows", "chats"), "do not fit together"),
         (
             ("--objective.center-rewards-coefficient", -1),
             "objective.center-rewards-coefficient is -1.0",
         ),
         (("--objective.beta", 0.3), "applies to dpo"),
-        (("--finish.export", "--finish.sample", "x"), "a reward model ends in one number"),
+        (("--finish.export", "--finish.sample", "x"), "a reward model has a scalar head"),
     ],
 )
 def test_what_is_refused(start, tmp_path, more, told):
@@ -141,7 +141,7 @@ def test_a_family_without_the_class_is_refused_by_name(start, tmp_path):
     shutil.copytree(start / "model", tmp_path / "cohere")
     transformers.CohereForCausalLM(config).save_pretrained(tmp_path / "cohere")
     found = dolmen(*options(start, tmp_path / "a", "--init", tmp_path / "cohere"))
-    assert found.code == 2 and "transformers has no cohere that ends in one number" in found.words
+    assert found.code == 2 and "transformers has no cohere with a scalar head" in found.words
 
 
 def test_calibration():

@@ -53,7 +53,7 @@ def test_a_silent_process_is_named_first():
 
 def test_where_all_wait_nobody_is_blamed_alone():
     said = verdict({r: row(12, True) for r in range(2)}, [], {})
-    assert "like all others" in said and said.endswith("2 of 2 ranks hang")
+    assert "like all other" in said and said.endswith("2 of 2 ranks hang")
 
 
 def until(done) -> None:
@@ -119,7 +119,7 @@ def test_a_link_in_its_place_is_not_followed(tmp_path, passes):
     (tmp_path / "hang").symlink_to(tmp_path / "elsewhere")
     watch = Watch(tmp_path / "hang", 0, 1, 9.0, [].append)
     with (
-        pytest.raises(Failed, match="hang: it is a link or a file, no folder. "),
+        pytest.raises(Failed, match="hang: it is a link or a file, not a folder. "),
         explain_errors(tmp_path),
         watch.watching(),
     ):

@@ -227,10 +227,10 @@ def test_what_cannot_be_merged_is_refused(vocabularies, tmp_path):
         assert not to.exists()
         return str(error.value)
 
-    assert "is unigram, which weighs tokens" in refused(vocabularies("en", "unigram"), zh)
+    assert "is unigram, whose tokens have prob" in refused(vocabularies("en", "unigram"), zh)
     assert "has no token that is not in BASE" in refused(en, en)
     lower = without_a_letter(vocabularies("en", "byte-bpe"), tmp_path / "lower")
-    assert "turns text into another one: 'All happy" in refused(lower, zh)
+    assert "is not reversible: 'All happy" in refused(lower, zh)
     other = tmp_path / "other"
     shutil.copytree(en, other)
     shutil.copy(vocabularies("zh", "bpe") / "tokenizer.model", other / "tokenizer.model")
@@ -238,7 +238,7 @@ def test_what_cannot_be_merged_is_refused(vocabularies, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "it is empty" in refused(tmp_path / "empty", zh)
     (tmp_path / "bad.model").write_bytes((en / "tokenizer.model").read_bytes()[:-40])
-    assert "bad.model: is no model of sentencepiece: it is cut short" in refused(
+    assert "bad.model: is not a sentencepiece model: it is truncated" in refused(
         tmp_path / "bad.model", zh
     )
     to.mkdir()

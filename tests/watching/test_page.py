@@ -189,7 +189,7 @@ def test_a_run_is_read_on_and_begun_anew_with_a_new_file(tmp_path):
     (folder / "history.jsonl").write_text("".join(history[:-1]))
     run.read()
     os.utime(folder / "history.jsonl", (2e9, 2e9))
-    said = "in progress, or killed; last heard of at 2033-05-18 03:33:20 (UTC), 2 starts"
+    said = "in progress, or killed; last update at 2033-05-18 03:33:20 (UTC), 2 starts"
     assert ["state", said] in run.as_dict()["facts"]
 
 
@@ -217,10 +217,10 @@ def test_what_is_refused(tmp_path):
     mine.write_text("<p>a page of mine")
     for words, said in (
         ((), "name a run first"),
-        ((tmp_path / "none",), "is no folder"),
-        ((tmp_path / "empty",), "holds no run"),
+        ((tmp_path / "none",), "is not a folder"),
+        ((tmp_path / "empty",), "does not contain a run"),
         ((run, "--out", mine), "mine.html exists: give another name"),
-        ((run, "--out", tmp_path / "no" / "show.html"), "there is no folder"),
+        ((run, "--out", tmp_path / "no" / "show.html"), "does not exist: create it"),
         ((run, "--port", 70000), "--port is 70000"),
     ):
         result = dolmen("show", *words)

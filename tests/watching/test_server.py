@@ -45,7 +45,7 @@ def test_who_has_no_secret_sees_nothing(tmp_path):
     with serving(folder) as (ask, token), serving(folder) as (_, other):
         assert token != other and len(token) >= 32
         for path in ("/", "/data", "/?token=", f"/?token={other}", f"/?token={token[:-1]}"):
-            assert ask("GET", path) == (403, "the address lacks its token\n")
+            assert ask("GET", path) == (403, "the address lacks its secret token\n")
         assert ask("GET", "/data?token=%F0%9F")[0] == 403
         status, page = ask("GET", f"/?token={token}")
         assert status == 200 and 'data-every="0"' in page and token not in page
@@ -82,7 +82,7 @@ def test_an_address_that_is_taken(tmp_path):
         result = dolmen("show", folder, "--serve", "--port", taken.getsockname()[1])
     assert result.code == 2 and "in use" in result.words
     result = dolmen("show", tmp_path / "none", "--serve")
-    assert result.code == 2 and "is no folder" in result.words
+    assert result.code == 2 and "is not a folder" in result.words
 
 
 @pytest.mark.parametrize("every", ("0", "nan", "inf"))

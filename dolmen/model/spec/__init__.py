@@ -184,7 +184,8 @@ class ModelSpec:
         numbers = {block.mlp.experts for block in self.blocks} - {0}
         if len(numbers) > 1:
             raise ValueError(
-                f"layers have {sorted(numbers)} experts: dolmen trains equally many per layer"
+                f"layers have different numbers of experts ({sorted(numbers)}): it must be "
+                "the same in every layer"
             )
         return max(numbers, default=0)
 

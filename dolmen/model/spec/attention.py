@@ -75,24 +75,22 @@ class AttentionSpec:
             )
         if self.window is not None and self.window < 1:
             raise ValueError(
-                f"sliding_window is {self.window}: it must be at least 1, the query itself, or None"
+                f"sliding_window is {self.window}: it must be at least 1 (the query itself), "
+                "or None"
             )
         of, norm = self.qk_norm_of, self.qk_norm
         # None: either kind
         kind = {"heads": None, "each head": "layernorm", "width": "rmsnorm"}[of]
         if norm is not None and kind is not None and (norm.kind != kind or norm.bias):
-            raise ValueError(
-                f"qk_norm of {of} is {norm}: dolmen computes {kind} without bias alone"
-            )
+            raise ValueError(f"qk_norm of {of} is {norm}: only {kind} without bias is supported")
         if self.mask == "both" and self.window is not None:
             raise ValueError(
-                f"a window of {self.window} tokens that see one another: dolmen computes one that "
-                "sees back alone"
+                f"a bidirectional window of {self.window} tokens is not supported: windows must "
+                "be causal"
             )
         if self.mask != "causal" and self.positions is not None and not self.positions.both_ways:
             raise ValueError(
-                f"ALiBi with a {self.mask} mask: its scores grow toward the query, and of keys "
-                "behind it nobody has said how; use rope"
+                f"ALiBi with a {self.mask} mask is not defined for keys after the query: use rope"
             )
 
     @property

@@ -43,11 +43,9 @@ class NormSpec:
         if not 0 <= self.eps < math.inf:
             raise ValueError(f"a norm's eps is {self.eps!r}: it must be finite and not negative")
         if not self.affine and (self.bias or self.kind != "layernorm"):
-            raise ValueError(
-                f"{self} has no weight: dolmen computes that of layernorm without bias alone"
-            )
+            raise ValueError(f"{self} has no weight: only a layernorm without bias may have none")
         if self.zero_centred and self.kind != "rmsnorm":
-            raise ValueError(f"{self} is zero-centred: dolmen computes that of rmsnorm alone")
+            raise ValueError(f"{self} is zero-centred: only rmsnorm may be")
 
     def leaves(
         self, *shape: int, gradient: Gradient = "residual", shards: tuple[ShardSpec, ...] = ()
@@ -201,9 +199,9 @@ class MoESpec:
             )
         self._check_groups()
         if self.shared is not None and self.shared.bias:
-            raise ValueError("a shared expert has a bias: dolmen computes it without")
+            raise ValueError("a shared expert has a bias, which is not supported")
         if self.shared_gate and self.shared is None:
-            raise ValueError("a gate of what experts share, and nothing is shared")
+            raise ValueError("a shared-expert gate without a shared expert")
 
     def _check_groups(self) -> None:
         """Raise ValueError if the groups do not divide the experts, or the groups chosen per token
@@ -224,7 +222,7 @@ class MoESpec:
         # with all groups kept their scores do not matter
         if kept < groups and number // groups < best:
             raise ValueError(
-                f"a group counts as its best {best} experts, but n_group ({groups}) leaves "
+                f"a group is scored by its best {best} experts, but n_group ({groups}) leaves "
                 f"{number // groups} of {number} in each: set a smaller --model.n-group"
             )
         if kept * (number // groups) < self.per_token:

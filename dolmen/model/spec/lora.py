@@ -51,7 +51,7 @@ class LoraSpec:
         after each weight. Raises KeyError for a target that is no parameter.
         """
         if left := sorted(self.targets - leaves.keys()):
-            raise KeyError(f"{len(left)} targets of adapters are no parameters, e.g. {left[:3]}")
+            raise KeyError(f"{len(left)} targets of adapters are not parameters, e.g. {left[:3]}")
         found: ParamSpecs = {}
         for name, leaf in leaves.items():
             # everything is frozen but a new scalar head

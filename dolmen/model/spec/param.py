@@ -247,15 +247,15 @@ def check_fp8_sharding(leaves: ParamSpecs, sizes: Mapping[str, int]) -> None:
             if not cut.splits(tp):
                 raise ValueError(
                     f"{cut.option} ({cut.units}) is not divisible by tp ({tp}), so ranks would "
-                    f"round parts of one gradient of {name}: set --layout.tp to a divisor, or "
+                    f"quantise parts of one gradient of {name}: set --layout.tp to a divisor, or "
                     "leave out --train.precision"
                 )
             size, block = leaf.shape[cut.dim] // tp, leaf.fp8.block
             # a block across ranks would have two scales, and the result would depend on tp
             if size % block:
                 raise ValueError(
-                    f"{leaf.fp8.precision} shares a scale among {block} neighbours, and tp ({tp}) "
-                    f"cuts the {leaf.shape[cut.dim]} of {name} into parts of {size}: set a smaller "
+                    f"{leaf.fp8.precision} has a scale per {block} elements, but tp ({tp}) splits "
+                    f"the {leaf.shape[cut.dim]} of {name} into parts of {size}: set a smaller "
                     "--layout.tp, or --train.precision fp8-rowwise"
                 )
 
@@ -269,7 +269,7 @@ def check_fp8_tokens(recipe: Fp8, tokens: Mapping[str, int]) -> None:
     for cuts, size in tokens.items():
         if size % recipe.block:
             raise ValueError(
-                f"{recipe.precision} shares a scale among {recipe.block} neighbouring tokens, and "
-                f"{cuts} leaves parts of {size}: set --train.sequence-length to a multiple, or "
+                f"{recipe.precision} has a scale per {recipe.block} tokens, but {cuts} leaves "
+                f"parts of {size}: set --train.sequence-length to a multiple, or "
                 "--train.fp8.unrounded weight-gradient"
             )

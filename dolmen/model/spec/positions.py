@@ -156,13 +156,13 @@ class RopeSpec:
         """
         if self.size % 2:
             raise ValueError(
-                f"head_dim ({self.size}) is odd, rope rotates pairs: set --model.head-dim to an "
-                "even size"
+                f"head_dim ({self.size}) is odd, but rope rotates pairs: set --model.head-dim to "
+                "an even size"
             )
         if self.streams not in (1, 2) or self.size % (2 * self.streams):
             raise ValueError(
-                f"rope of {self.streams} streams of positions over {self.size} numbers: it has 1, "
-                "or 2 that each rotate the pairs of a half"
+                f"rope with {self.streams} position streams over {self.size} elements: it must "
+                "have 1, or 2 for one half each"
             )
         if not 0 <= self.theta < math.inf:
             raise ValueError(f"rope_theta is {self.theta!r}: it must be finite and not negative")
@@ -309,8 +309,8 @@ class BlankInfilling:
             said = ", ".join(f'"{name}": id' for name in missing)
             options = " ".join(f"--model.special-tokens.{name} ID" for name in missing)
             raise ValueError(
-                f"neither config.json nor tokenizer names {' and '.join(missing)}, by which the "
-                f"model knows the positions of a text: use {options}, dolmen.load(..., "
+                f"neither config.json nor tokenizer defines {' and '.join(missing)}, on which the "
+                f"model's positions depend: use {options}, dolmen.load(..., "
                 f'special_tokens={{{said}}}), or in config.json "dolmen": {{"special_tokens": '
                 f"{{{said}}}}}"
             )

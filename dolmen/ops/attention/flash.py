@@ -170,7 +170,8 @@ def _call(q: Tensor, attend: Attend, cudnn: bool) -> FlashCall:
     scale is that of its size.
     """
     assert attend.plain and attend.mask == "causal", (
-        "no soft cap, no slopes and no prefixes: ops/kernels.py chooses other kernels for them"
+        "flash attention supports no soft cap, no slopes and no prefixes (ops/kernels.py "
+        "chooses other kernels for them)"
     )
     scale = attend.scale_of(q.shape[3])
     return FlashCall.from_run(_run(attend.documents), _causal(attend.window), scale, cudnn)
@@ -209,8 +210,8 @@ def _run(documents: Documents | None) -> Run | None:
         return None
     if len(documents.runs) != 1:
         raise ValueError(
-            f"flash attention to documents needs the run of its queries, and was given "
-            f"{len(documents.runs)}: make them by ContextParallel.documents"
+            "flash attention to documents needs one run of queries, but got "
+            f"{len(documents.runs)}: compute them with ContextParallel.documents"
         )
     return documents.runs[0]
 

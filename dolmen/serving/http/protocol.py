@@ -281,7 +281,7 @@ def _check_values(values: Any) -> None:
         elif isinstance(one, list):
             remaining += one
         elif isinstance(one, str) and not _is_unicode(one):
-            raise gate.refuse("the body", "it has half a character (a lone surrogate)")
+            raise gate.refuse("the body", "it has a lone surrogate, which is not valid text")
         elif isinstance(one, int) and not -(2**63) <= one < 2**64:
             raise gate.refuse("the body", "it has an integer of over 64 bits")
         elif isinstance(one, float) and not math.isfinite(one):

@@ -70,7 +70,9 @@ class HeadLimitParser(h11.Connection):
         if self.their_state is h11.IDLE:
             end = BLANK_LINE.search(self.trailing_data[0])
             if end is not None and end.end() > self.max_bytes:
-                raise h11.RemoteProtocolError(f"the head has over {self.max_bytes:,} bytes", 431)
+                raise h11.RemoteProtocolError(
+                    f"request line and headers exceed {self.max_bytes:,} bytes", 431
+                )
         return super().next_event()
 
 
@@ -370,8 +372,7 @@ class HttpThread:
         if not config.local:
             say(
                 f"--host {config.host}: the server can be reached over the network, unencrypted; "
-                "use a "
-                "proxy with TLS on networks that others share"
+                "use a proxy with TLS on shared networks"
             )
 
     def _stop(self) -> None:

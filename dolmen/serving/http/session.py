@@ -186,7 +186,7 @@ class Sessions:
         if count > self.capacity:
             raise ApiError(
                 HTTPStatus.BAD_REQUEST,
-                f"{count:,} completions are requested, and the server takes at most "
+                f"{count:,} completions are requested, but the server allows at most "
                 f"{self.capacity:,}",
                 param="n",
             )

@@ -197,12 +197,12 @@ def check_ppo(resolved: ResolvedRun) -> None:
             f"critic.warmup-steps ({run.critic.warmup_steps}) covers all of the run's {run.steps} "
             "steps, so the policy is never trained: use fewer, or more --train.steps"
         )
-    answers = run.rollout.completions(run.train.global_batch_size)
-    if run.ppo.kl_target is not None and run.ppo.kl_horizon <= MAX_KL_ERROR * answers:
+    completions = run.rollout.completions(run.train.global_batch_size)
+    if run.ppo.kl_target is not None and run.ppo.kl_horizon <= MAX_KL_ERROR * completions:
         raise ValueError(
-            f"ppo.kl-horizon ({run.ppo.kl_horizon:g}) is too short: an iteration of {answers} "
+            f"ppo.kl-horizon ({run.ppo.kl_horizon:g}) is too short: an iteration of {completions} "
             "completions could make ppo.kl-coef negative; use more than "
-            f"{MAX_KL_ERROR * answers:g}"
+            f"{MAX_KL_ERROR * completions:g}"
         )
     check_critic(resolved)
 

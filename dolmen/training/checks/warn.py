@@ -13,7 +13,7 @@ from dolmen.training.config import RunConfig
 from dolmen.training.resolve import ResolvedRun
 
 MISMATCH = "rollout/logprob_difference_over_tolerance"
-LOOKED_AT = 100  # answers
+LOOKED_AT = 100  # completions
 UNUSED_SHARE, UNUSED_ROWS = 0.1, 128  # more is no padding: published models pad to 128 at most
 
 
