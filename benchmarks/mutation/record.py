@@ -137,29 +137,33 @@ def record_tests(tests: str, options: Iterable[str] = (), folder: Path = FOLDER)
         if code not in (0, 1) or not known.get("seconds"):
             raise ValueError(f"{tests}: pytest ended with {code}, and no test passed")
         record = Record(known["seconds"], folders=(tests,))
-        _add_lines(record, config, known["owners"])
+        _add_lines(record, Path(scratch), known["owners"])
     record.save(folder / (re.sub(r"\W+", "_", tests) + ".json.gz"))
     return record
 
 
-def _add_lines(record: Record, config: Path, owners: dict[str, list[str]]) -> None:
-    """Add what coverage has measured; `owners`: fixture or row -> the tests it belongs to."""
+def _add_lines(record: Record, folder: Path, owners: dict[str, list[str]]) -> None:
+    """Add what coverage has measured: a file of each process. `owners`: fixture or row -> the tests
+    it belongs to. A file that a killed process has left in the middle is left out.
+    """
     import coverage
 
-    measured = coverage.Coverage(config_file=str(config))
-    measured.combine()
-    data = measured.get_data()
-    for path in data.measured_files():
-        file = str(Path(path).relative_to(ROOT))
-        lines = {}
-        for line, contexts in data.contexts_by_lineno(path).items():
-            names = {context.rpartition("|")[2] for context in contexts}  # static|dynamic
-            tests = {test for name in names for test in owners.get(name, [name])}
-            if tests := tests & record.seconds.keys():
-                lines[line] = tests
-        if lines:
-            record.lines[file] = lines
-            record.digests[file] = digest(Path(path))
+    for place in folder.glob("data.*"):
+        data = coverage.CoverageData(str(place))
+        try:
+            data.read()
+            measured = {path: data.contexts_by_lineno(path) for path in data.measured_files()}
+        except coverage.CoverageException as error:
+            print(f"left out: {error}", file=sys.stderr)
+            continue
+        for path, lines in measured.items():
+            file = Path(path).relative_to(ROOT).as_posix()
+            for line, contexts in lines.items():
+                names = {context.rpartition("|")[2] for context in contexts}  # static|dynamic
+                tests = {test for name in names for test in owners.get(name, [name])}
+                if tests := tests & record.seconds.keys():
+                    record.lines.setdefault(file, {}).setdefault(line, set()).update(tests)
+    record.digests |= {file: digest(ROOT / file) for file in record.lines}
 
 
 # what follows runs in the recorded process and in those that it starts
@@ -213,12 +217,13 @@ class Recorder:
         spawn.get_preparation_data = with_environment
 
     def pytest_collection_finish(self, session):
-        import conftest
         import spawning
 
         for item in session.items:
-            for row in conftest.rows_of(item):
-                self.owners[f"row {row.name}"].add(item.nodeid)
+            parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+            for row in parameters:
+                if isinstance(row, spawning.Row):
+                    self.owners[f"row {row.name}"].add(item.nodeid)
             for definitions in item._fixtureinfo.name2fixturedefs.values():
                 for definition in definitions:
                     self.owners[_name(definition)].add(item.nodeid)
