@@ -101,13 +101,19 @@ def carry_out(
     futures = {
         pool.submit(function, *arguments): key for key, (why, function, arguments) in left.items()
     }
-    for future in as_completed(futures):
-        key, case = futures[future], future.result()
-        why, function, _ = left[key]
-        results.add(key, case, why)
-        line.update(task, advance=1, description=why)
-        verdict = VERDICTS[case.outcome] if function is cases.attempt else case.outcome
-        line.console.print(f"{verdict:9}{case.seconds:6.1f} s  {why}", highlight=False)
+    try:
+        for future in as_completed(futures):
+            key, case = futures[future], future.result()
+            why, function, _ = left[key]
+            results.add(key, case, why)
+            line.update(task, advance=1, description=why)
+            verdict = VERDICTS[case.outcome] if function is cases.attempt else case.outcome
+            line.console.print(
+                f"{verdict:9}{case.seconds:6.1f} s  {why}", highlight=False, markup=False
+            )
+    finally:  # interrupted, it keeps what is done and starts nothing more
+        for future in futures:
+            future.cancel()
     line.remove_task(task)
 
 
@@ -159,6 +165,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--record", nargs="+", default=[], help="folders or files of tests to record"
     )
+    parser.add_argument("--ignore", nargs="+", default=[], help="of --record, files left out")
     parser.add_argument("--automatic", type=int, help="so many faults made by rule, of each seed")
     parser.add_argument("--tests", type=int, default=40, help="at most, of a fault made by rule")
     parser.add_argument("--seed", type=int, nargs="+", default=[0], help="of the draw")
@@ -267,7 +274,9 @@ def main() -> int:
     given = arguments()
     os.environ["OMP_NUM_THREADS"] = "1"
     for tests in given.record:
-        seconds = record.record_tests(tests).seconds.values()
+        seconds = record.record_tests(
+            tests, [f"--ignore={path}" for path in given.ignore]
+        ).seconds.values()
         print(f"{tests}: {len(seconds)} tests of {sum(seconds):.0f} CPU s, in {record.FOLDER}")
     if given.record:
         return 0

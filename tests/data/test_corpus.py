@@ -175,6 +175,13 @@ def test_an_index_that_says_other_numbers_is_not_believed(documents, built, tmp_
     assert open_(documents).memory[0].max() < 300 and len(builds) == 6
 
 
+def test_the_digest_of_an_index_does_not_depend_on_the_order_of_its_keys():
+    index = {"tokens": 5, "digests": {"b": 1, "a": 2}}
+    turned = {"digests": {"a": 2, "b": 1}, "tokens": 5}
+    assert token_cache.digest_of(index) == token_cache.digest_of(turned)
+    assert token_cache.digest_of({**index, "tokens": 6}) != token_cache.digest_of(index)
+
+
 def test_other_text_of_the_same_size_and_time_is_noticed(documents, built):
     open_, builds = built
     file = documents / "05.txt"

@@ -3,11 +3,20 @@ orpo_trainer.py, kto_trainer.py), in float64.
 """
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
-from dolmen.objectives.preference import DPO, REFERENCE, ReferenceFreePreference, kto, orpo, simpo
+from dolmen.objectives.preference import (
+    DPO,
+    KTO,
+    REFERENCE,
+    ReferenceFreePreference,
+    kto,
+    orpo,
+    simpo,
+)
 
 
 def log_sigmoid(x: float) -> float:
@@ -95,5 +104,10 @@ def test_kto(drawn, kl):
 
 def test_what_compares_with_no_other_model():
     assert ReferenceFreePreference("simpo", 2.0).names == DPO().names and REFERENCE
-    with pytest.raises(ValueError, match="beta is 0"):
-        ReferenceFreePreference("orpo", 0)
+
+
+@pytest.mark.parametrize("beta", [0.0, -1.0, math.inf, math.nan])
+def test_every_objective_of_preferences_checks_its_beta(beta):
+    for make in (DPO, KTO, partial(ReferenceFreePreference, "orpo")):
+        with pytest.raises(ValueError, match=f"beta is {beta}: it must be over 0"):
+            make(beta=beta)

@@ -70,6 +70,18 @@ def test_what_each_changes_is_seen(name, wrong):
         assert (a - b).norm() > 0.05 * b.norm()
 
 
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+def test_scores_of_half_precision_are_computed_in_fp32(soft_cap):
+    """To the rounding of fp32 by the definition in float64, of the same rounded products."""
+    qk = torch.linspace(-40, 40, 96).view(2, 3, 16).bfloat16()
+    found = blocks.exponentials(qk, blocks.ScoreRule(0.25, soft_cap, None, None))
+    scores = qk.double() * 0.25
+    if soft_cap is not None:
+        scores = soft_cap * (scores / soft_cap).tanh()
+    assert found[0].dtype == torch.bfloat16
+    near(found[2:], [scores.logsumexp(-1, keepdim=True)], 1e-6)
+
+
 def gradients(function, *inputs):
     leaves = [t.detach().requires_grad_() for t in inputs]
     out = function(*leaves)

@@ -31,6 +31,7 @@ TYPES = pytest.mark.parametrize(
 )
 NAMES = ("grouped", "one key head", "window in a chunk", "documents and window", "narrow values")
 BLOCKS = {name: CASES[name] for name in NAMES} | {n: SCORES[n] for n in ("prefix", "all at once")}
+BLOCKS["more rows than key heads"] = replace(CASES["grouped"], batch=5)
 FLASH = {name: CASES[name] for name in NAMES}
 
 

@@ -85,6 +85,29 @@ def joined(schedule: Schedule) -> Schedule:
     )
 
 
+class RecordedReduction(Reduction):
+    """Records what the executor says of each backward that makes weight gradients."""
+
+    def __init__(self, split_backward: bool):
+        super().__init__(torch.nn.Module(), 0, split_backward)
+        self.calls: list[tuple[bool, ...]] = []
+
+    def prepare_backward(self, chunk, last_of_chunk, last):
+        self.calls.append((last_of_chunk, last))
+
+    def accumulate_weight_gradients(self, last):
+        self.calls.append((last,))
+
+
+def expected_calls(schedule: Schedule, rank: int) -> list[tuple[bool, ...]]:
+    """What RecordedReduction should record: whether no later action of the list makes weight
+    gradients of the same chunk, where backward is whole, and whether none does of any chunk.
+    """
+    chunks = [action.chunk for action in schedule.actions[rank] if action.kind in ("B", "W")]
+    ends = [(chunk not in chunks[i + 1 :], i + 1 == len(chunks)) for i, chunk in enumerate(chunks)]
+    return [end[1:] for end in ends] if schedule.splits_backward else ends
+
+
 def run(schedule: Schedule, mesh) -> dict:
     """A stack of square matrices, one a stage: what was done, most activations alive, and how far
     gradients are from autograd's.
@@ -115,7 +138,7 @@ def run(schedule: Schedule, mesh) -> dict:
         done.append(action)
         most = max(most, len(alive))
 
-    reduction = Reduction(torch.nn.Module(), 0, schedule.splits_backward)
+    reduction = RecordedReduction(schedule.splits_backward)
     parts = [()] * schedule.chunks
     pipeline.execute(
         schedule,
@@ -150,6 +173,7 @@ def run(schedule: Schedule, mesh) -> dict:
         "off": off,
         "most": most,
         "freed": freed,
+        "reduced": reduction.calls == expected_calls(schedule, mesh.pp.rank),
         "rank": mesh.pp.rank,
     }
 
@@ -187,6 +211,14 @@ def test_the_order_is_the_list(world, name):
 
 @pytest.mark.parametrize("world", (2, 4))
 @pytest.mark.parametrize("name", SCHEDULES)
+def test_gradients_are_reduced_with_the_last_backward(world, name):
+    """Of each chunk and of all, in whatever valid order the list is."""
+    for kind in (name, *(f"{name}, order {seed}" for seed in range(3))):
+        assert all(got["reduced"] for got, _ in results(world)[kind]), kind
+
+
+@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_any_valid_order_ends_and_is_right(world, name):
     """Swapped at random: ranks send in orders that blocking sends, or one channel for both
     directions, would not survive.
@@ -199,7 +231,7 @@ def test_any_valid_order_ends_and_is_right(world, name):
 @pytest.mark.parametrize("world", (2, 4))
 def test_a_list_may_split_some_backwards_and_not_others(world):
     for got in results(world)["mixed"]:
-        assert got["in order"] and got["off"] < 1e-12, got
+        assert got["in order"] and got["off"] < 1e-12 and got["reduced"], got
 
 
 @pytest.mark.parametrize("world", (2, 4))
