@@ -39,10 +39,13 @@ def evaluate(
         config = build_config(
             EvaluateConfig, (*COMMAND_ONLY, *TASK_OPTIONS), source=source, path=path, **options
         )
+        opened = open_source(config.source)
         # tokenized before the model is loaded
-        text = perplexity.prepare_windows(config, progress)
-        unknown.warn(open_source(config.source).model)
-        return perplexity.load_and_evaluate(config, text, progress=progress)
+        text = perplexity.open_text(opened, config.data, config.window, config.stride, progress)
+        unknown.warn(opened.model)
+        return perplexity.evaluate(
+            model.load(opened, dtype=config.dtype, weights=config.weights), text, progress
+        )
 
 
 def evaluate_tasks(
@@ -61,10 +64,13 @@ def evaluate_tasks(
         names = tasks if isinstance(tasks, str) else ",".join(tasks)
         config = build_config(EvaluateConfig, COMMAND_ONLY, source=source, tasks=names, **options)
         harness.check(config)
-        unknown.warn(open_source(config.source).model)
-        # only now: tasks and their data have been checked
-        loaded = model.load(config)
-        return harness.scores(loaded, model.tokenizer_of(config), config)
+        opened = open_source(config.source)
+        tokenizer = model.tokenizer_of(config, opened)
+        unknown.warn(opened.model)
+        # only now: tasks, their data and the tokenizer have been checked
+        return harness.scores(
+            model.load(opened, dtype=config.dtype, weights=config.weights), tokenizer, config
+        )
 
 
 def verify(folder: str | Path, against: str | Path | None = None, length: int = 64) -> VerifyReport:

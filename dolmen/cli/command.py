@@ -11,7 +11,7 @@ from typing import Any
 
 from dolmen.cli.parse import HELP, full_help, groups, options, parse
 from dolmen.core.config import config, from_dict, unflatten
-from dolmen.core.messages import BadInput, message
+from dolmen.core.messages import BadInput, as_bad_input, message
 
 
 @config()
@@ -147,7 +147,5 @@ def read_handed(verb: str, file: Path) -> Any:
     from dolmen.files import gate, kinds  # YAML, which no help needs
 
     cls = find(HANDED.get(verb) or CONFIGS[verb])
-    try:
+    with as_bad_input(ValueError):
         return from_dict(cls, gate.read_yaml(file, kinds.RUN))
-    except ValueError as error:
-        raise BadInput(message(error)) from None

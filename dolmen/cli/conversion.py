@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from dolmen.conversion.config import ConvertConfig, ExportConfig
 from dolmen.conversion.convert import convert, export_model
-from dolmen.core.messages import BadInput, Failed, escape, message, plural
+from dolmen.core.messages import BadInput, Failed, as_bad_input, escape, message, plural
 from dolmen.data.config import TokenizeConfig
 from dolmen.data.indexed_export import tokenize
 from dolmen.vocabulary.config import VocabExtendConfig, VocabMergeConfig, VocabTrainConfig
@@ -39,22 +39,18 @@ def run_convert(options: ConvertConfig) -> int:
 
 def run_export(options: ExportConfig) -> int:
     """Run `dolmen export`. Returns 0. Raises BadInput."""
-    try:
+    with as_bad_input():
         title = export_model(
             options.source, Path(options.to), options.dtype, options.adapters, options.critic
         )
-    except (ValueError, KeyError, OSError) as error:
-        raise BadInput(message(error)) from None
     print(f"wrote {escape(options.to)}, from {escape(title)}")
     return 0
 
 
 def run_tokenize(options: TokenizeConfig) -> int:
     """Run `dolmen tokenize` and print the counts. Returns 0. Raises BadInput."""
-    try:
+    with as_bad_input():
         written = tokenize(options)
-    except (ValueError, KeyError, OSError) as error:
-        raise BadInput(message(error)) from None
     print(
         f"wrote {escape(written.file)} and its .idx: {plural(written.tokens, 'token')} of "
         f"{plural(written.documents, 'document')}, {written.dtype}"
@@ -81,10 +77,8 @@ def run_vocab(options: VocabTrainConfig | VocabMergeConfig | VocabExtendConfig) 
     """Run a part of `dolmen vocab` (train, merge or extend) and print its report. Returns 0. Raises
     BadInput.
     """
-    try:
+    with as_bad_input():
         # the class of the options decides the part
         report = VOCAB_STEPS[type(options)](options)
-    except (ValueError, KeyError, OSError) as error:
-        raise BadInput(message(error)) from None
     print(f"wrote {escape(options.to)}", *report.lines(), sep="\n")
     return 0

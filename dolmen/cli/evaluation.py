@@ -12,16 +12,16 @@ from functools import partial
 
 from dolmen.comparison.config import DiffConfig, DiffWork
 from dolmen.comparison.diff import THEIRS, diff, work
-from dolmen.conversion.source import open_on_all_ranks
+from dolmen.conversion.source import ModelSource
 from dolmen.core.config import to_dict
 from dolmen.core.filesystem import expand
 from dolmen.core.log import console
 from dolmen.core.mesh import Mesh
-from dolmen.core.messages import BadInput, Failed, message
+from dolmen.core.messages import Failed, as_bad_input
 from dolmen.evaluation import tasks
 from dolmen.evaluation.config import EvaluateConfig, VerifyConfig
 from dolmen.evaluation.model import load, tokenizer_of
-from dolmen.evaluation.perplexity import Windows, evaluate, prepare_windows
+from dolmen.evaluation.perplexity import evaluate, open_text
 from dolmen.evaluation.verify import verify
 from dolmen.files import write
 from dolmen.launch import process
@@ -33,56 +33,50 @@ def run_evaluate(options: EvaluateConfig) -> int:
     """Run `dolmen evaluate`: perplexity over a text, or tasks of lm_eval, or both. Returns the exit
     code. Raises BadInput.
     """
-    if not process.launched_here():
-        try:
+    with as_bad_input():
+        if not process.launched_here():
             check_json(options.json)
-        except ValueError as error:
-            raise BadInput(str(error)) from None
-    layout = processes.check_model(
-        "evaluate",
-        [options.source],
-        options.layout.layout,
-        options.device,
-        replicas=True,
-        weights=options.weights,
-    )
-    # the launcher has the tokens made and compared before it starts others; else one of each host
-    started = process.read_launch()
-    first = not process.launched_here() and (started is None or started.local_rank == 0)
-    try:
+        resolved = processes.resolve(
+            "evaluate",
+            [options.source],
+            options.layout.layout,
+            options.device,
+            replicas=True,
+            weights=options.weights,
+        )
+        # the launcher has the tokens made and compared before it starts others; else one of each
+        # host
+        started = process.read_launch()
+        first = not process.launched_here() and (started is None or started.local_rank == 0)
+        text = tokenizer = None
         if options.tasks is not None:
             tasks.check(options)
-        has_text = options.data.path or options.tasks is None
-        text = prepare_windows(options, progress=first, verify=first) if has_text else None
-    except (ValueError, KeyError, OSError) as error:
-        raise BadInput(message(error)) from None
-    return processes.run(
-        "evaluate",
-        to_dict(options),
-        layout,
-        options.device,
-        lambda mesh: _evaluate_on_mesh(options, text, mesh),
-    )
+            tokenizer = tokenizer_of(options, resolved.source)
+        if options.data.path or options.tasks is None:
+            text = open_text(
+                resolved.source, options.data, options.window, options.stride, first, first
+            )
 
+    def work(mesh: Mesh, source: ModelSource) -> int:
+        """Load the model, evaluate the text and the tasks, print tables and write --json on the
+        first rank. Returns 0.
+        """
+        # other ranks print nothing
+        loaded = load(source, mesh, options.dtype, options.weights)
+        screen, content = console(mesh.first), {}
+        if text is not None:
+            result = evaluate(loaded, text)
+            screen.print(result.table(options.source))
+            content |= result.json_values()
+        if tokenizer is not None:
+            scored = tasks.scores(loaded, tokenizer, options)
+            screen.print(tasks.table(scored))
+            content["tasks"] = scored
+        if mesh.first and options.json is not None:
+            save_json(content, options.json)
+        return 0
 
-def _evaluate_on_mesh(options: EvaluateConfig, text: Windows | None, mesh: Mesh) -> int:
-    """Load the model, evaluate `text` (None: no text) and the tasks, print tables and write --json
-    on the first rank. Returns 0.
-    """
-    # other ranks print nothing
-    loaded, screen, content = load(options, mesh), console(mesh.first), {}
-    if text is not None:
-        result = evaluate(loaded, text)
-        screen.print(result.table(options.source))
-        content |= result.json_values()
-    if options.tasks is not None:
-        tokenizer = tokenizer_of(options, mesh)
-        scored = tasks.scores(loaded, tokenizer, options)
-        screen.print(tasks.table(scored))
-        content["tasks"] = scored
-    if mesh.first and options.json is not None:
-        save_json(content, options.json)
-    return 0
+    return resolved.run(to_dict(options), work)
 
 
 def check_json(to: str | None) -> None:
@@ -108,10 +102,9 @@ def run_diff(options: DiffConfig | DiffWork) -> int:
     if isinstance(options, DiffWork):  # a worker process that this verb has started
         return process.run_worker(partial(_diff_worker, options))
     try:
-        check_json(options.json)
-        report = diff(options)
-    except ValueError as error:
-        raise BadInput(str(error)) from None
+        with as_bad_input():
+            check_json(options.json)
+            report = diff(options)
     except Failed as error:
         print(f"dolmen diff: {error}", file=sys.stderr)
         return 1
@@ -119,10 +112,8 @@ def run_diff(options: DiffConfig | DiffWork) -> int:
     screen.print(report.table())
     screen.print(f"\n{report}", markup=False, highlight=False)
     if options.json is not None:
-        try:
+        with as_bad_input():
             save_json(report.as_dict(), options.json, indent=2)
-        except ValueError as error:
-            raise BadInput(str(error)) from None
     return 0 if report.ok else 1
 
 
@@ -138,12 +129,11 @@ def run_verify(options: VerifyConfig) -> int:
     """
     # both are checked before processes start
     folders = [options.folder, *([options.against] if options.against else [])]
-    layout = processes.check_model("verify", folders, Layout(tp=options.layout.tp), options.device)
+    layout = Layout(tp=options.layout.tp)
+    resolved = processes.resolve("verify", folders, layout, options.device)
 
-    def work(mesh: Mesh) -> int:
+    def work(mesh: Mesh, source: ModelSource, against: ModelSource | None = None) -> int:
         """Compare the models on this process's part of the mesh, and print the report."""
-        source = open_on_all_ranks(options.folder, mesh)
-        against = open_on_all_ranks(options.against, mesh) if options.against else None
         report = verify(source, against, mesh, length=options.length)
         screen = console(mesh.first)
         screen.print(report.table())
@@ -157,7 +147,7 @@ def run_verify(options: VerifyConfig) -> int:
             screen.print(f"\n{diff(_diff_config(options))}", markup=False, highlight=False)
         return 0 if report.ok else 1
 
-    return processes.run("verify", to_dict(options), layout, options.device, work)
+    return resolved.run(to_dict(options), work)
 
 
 def _diff_config(options: VerifyConfig) -> DiffConfig:

@@ -9,24 +9,22 @@ dolmen serve MODEL
 import readline
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 
-from dolmen.conversion.source import open_on_all_ranks, open_source, tokenizer_folder
+from dolmen.conversion.source import ModelSource
 from dolmen.core.config import to_dict
 from dolmen.core.filesystem import expand
 from dolmen.core.log import say
 from dolmen.core.mesh import Mesh
-from dolmen.core.messages import BadInput, escape, message, plural
-from dolmen.data.tokenizer import load_tokenizer
+from dolmen.core.messages import BadInput, as_bad_input, escape, plural
 from dolmen.launch import process
 from dolmen.model.layout import Layout
-from dolmen.optim.optimizer import DTYPES
 from dolmen.rl import best_of_n
-from dolmen.serving import adapters, engine, offline, output_file, processes
+from dolmen.serving import adapters, offline, output_file, processes
 from dolmen.serving.chat import ChatSession
 from dolmen.serving.config import ChatConfig, GenerateConfig, ServeConfig
-from dolmen.serving.engine import Engine
+from dolmen.serving.engine import open_engine, require_finite
 from dolmen.serving.generation import (
     Detokenizer,
     apply_generation_config,
@@ -34,6 +32,7 @@ from dolmen.serving.generation import (
     check_text,
     encode,
 )
+from dolmen.serving.processes import Resolved
 from dolmen.serving.request import Limits, Request
 
 
@@ -41,22 +40,17 @@ def run_generate(options: GenerateConfig) -> int:
     """Run `dolmen generate`: check the options, then complete --prompt or the rows of --input.
     Returns the exit code. Raises BadInput.
     """
-    try:  # before any process, and before a model is read
+    with as_bad_input():  # before any process, and before a model is read
         options.of_tokens.check()
         adapters.check_name(options.adapter, adapters.parse_adapters(options.adapters))
         if options.input is not None:
             offline.check_options(options)
-            if not process.launched_here():
-                if not options.resume:
-                    # before the model is read
-                    output_file.check_output(expand(options.output or ""), None, False, {}, "")
-                best_of_n.check(options)
+            if not options.resume and not process.launched_here():
+                output_file.check_output(expand(options.output or ""), None, False, {}, "")
         for text in options.prompt:
             check_text(text)
-    except ValueError as error:
-        raise BadInput(str(error)) from None
     split = options.layout
-    layout = processes.check_model(
+    resolved = processes.resolve(
         "generate",
         [options.folder],
         Layout(tp=split.tp, pp=split.pp, dp=split.dp),
@@ -65,49 +59,44 @@ def run_generate(options: GenerateConfig) -> int:
         weights=options.weights,
         adapters=options.adapters,
     )
-    return (
-        _generate_file(options, layout)
-        if options.input is not None
-        else _generate_prompts(options, layout)
-    )
+    generate = _generate_prompts if options.input is None else _generate_file
+    return generate(options, resolved)
 
 
-def _generate_file(options: GenerateConfig, layout: Layout) -> int:
+def _generate_file(options: GenerateConfig, resolved: Resolved) -> int:
     """Complete all rows of --input on the processes of the layout, and choose the best samples if
     --best is set. Returns the exit code. Raises BadInput.
     """
-    started = process.read_launch()
+    started, fresh = process.read_launch(), not process.launched_here()
     # the launcher reads all rows, and refuses what is bad, before it starts others
-    first = not process.launched_here() and (started is None or started.rank == 0)
-    try:
-        job = offline.prepare(options, verbose=first, fresh=not process.launched_here())
-    except (ValueError, KeyError, OSError) as error:
-        raise BadInput(message(error)) from None
-    if not job.unfinished:
+    first = fresh and (started is None or started.rank == 0)
+    with as_bad_input():
+        models = best_of_n.resolve_rewards(options, resolved.source) if fresh else {}
+        job = offline.prepare(options, resolved.source, resolved.tokenizer(), first, fresh)
+    if job.unfinished:
+
+        def work(mesh: Mesh, source: ModelSource) -> int:
+            """Generate the rows on this process's part of the mesh."""
+            offline.generate(job, source, mesh)
+            return 0
+
+        if code := resolved.run(to_dict(options), work):
+            return code
+    else:
         rows = f"all {len(job.summary.places):,} rows"
         say(f"{escape(options.output)} has {rows}: nothing left to do", first)
-        return _choose_best(job) if first else 0
-
-    def work(mesh: Mesh) -> int:
-        """Generate the rows on this process's part of the mesh."""
-        offline.generate(job, mesh)
-        return 0
-
-    code = processes.run("generate", to_dict(options), layout, options.device, work)
     # rewards are computed once, after all processes have ended
-    return code or (_choose_best(job) if first else 0)
+    if first and options.best is not None:
+        _choose_best(job, models)
+    return 0
 
 
-def _choose_best(job: offline.Job) -> int:
-    """Write the best sample of each row to --best, if it is set, and print the mean reward. Returns
-    0. Raises BadInput.
+def _choose_best(job: offline.Job, models: Mapping[str, ModelSource]) -> None:
+    """Write the best sample of each row to --best, and print the mean reward. `models`: reward
+    models by name. Raises BadInput.
     """
-    if job.config.best is None:
-        return 0
-    try:
-        best = best_of_n.choose(job)
-    except ValueError as error:
-        raise BadInput(str(error)) from None
+    with as_bad_input():
+        best = best_of_n.choose(job, models)
     print(
         f"{escape(job.config.best)} has the best completion of {plural(best.rows, 'row')}: mean "
         f"reward {best.reward:.4g}, mean of all samples {best.of_all:.4g}"
@@ -117,62 +106,45 @@ def _choose_best(job: offline.Job) -> int:
             f"WARNING: {plural(best.failed, 'sample')} without a reward; "
             f"{plural(best.without, 'row')} without any reward skipped"
         )
-    return 0
 
 
-def _generate_prompts(options: GenerateConfig, layout: Layout) -> int:
-    """Print the completions of --prompt, on the processes of the layout. Returns the exit code."""
-    return processes.run(
-        "generate",
-        to_dict(options),
-        layout,
-        options.device,
-        lambda mesh: _print_completions(options, mesh),
-    )
-
-
-def _print_completions(options: GenerateConfig, mesh: Mesh) -> int:
-    """Load the model on `mesh`, complete all prompts in one engine, and print them on the first
-    rank. Returns 0. Raises ValueError.
+def _generate_prompts(options: GenerateConfig, resolved: Resolved) -> int:
+    """Complete all prompts in one engine on the processes of the layout, and print them on the
+    first rank. Returns the exit code. Raises BadInput.
     """
-    source = open_on_all_ranks(options.folder, mesh)
-    resolved, notes = apply_generation_config(options, source.generation_config)
-    for line in notes:
-        say(line, mesh.first)
-    tokenizer = load_tokenizer(tokenizer_folder(source), option="")
-    # before the model is loaded
-    prompts = [encode(tokenizer, text, source.model) for text in options.prompt]
-    dtype = DTYPES[options.dtype] if options.dtype else None
-    model = engine.load_placed(source, mesh, dtype, options.weights)
-    low_rank = adapters.open_adapters(adapters.parse_adapters(options.adapters), source, mesh)
-    printer = CompletionPrinter(
-        [Detokenizer(tokenizer, options.stop) for _ in prompts], options.prompt, mesh.first
-    )
+    with as_bad_input():
+        config, notes = apply_generation_config(options, resolved.source.generation_config)
+        config.of_tokens.check()
+        tokenizer = resolved.tokenizer()
+        prompts = [encode(tokenizer, text, resolved.source.model) for text in options.prompt]
+    requests = [
+        Request(tokens, config.of_tokens, i, options.seed, adapter=options.adapter)
+        for i, tokens in enumerate(prompts)
+    ]
     limits = Limits(tokens=options.max_batch_tokens)
-    ends, known = engine.stop_tokens(source), tokenizer.get_vocab().values()
-    with Engine(
-        model,
-        stop=ends,
-        known=known,
-        limits=limits,
-        mesh=mesh,
-        weights=options.weights,
-        adapters=adapters.place_adapters(low_rank, model, mesh),
-    ) as running:
-        for i, tokens in enumerate(prompts):
-            request = Request(tokens, resolved.of_tokens, i, options.seed, adapter=options.adapter)
-            running.add(request)
-        try:
-            while running.busy:
-                output = running.step()
-                for chosen in output.new_tokens:
-                    if printer.add(chosen.number, chosen.token):
-                        # the engine knows no stop strings
-                        running.cancel(chosen.number)
-                engine.require_finite(output.finished)
-        finally:
-            printer.end()
-    return 0
+
+    def work(mesh: Mesh, source: ModelSource) -> int:
+        """Generate on this process's part of the mesh."""
+        for line in notes:
+            say(line, mesh.first)
+        texts = [Detokenizer(tokenizer, options.stop) for _ in prompts]
+        printer = CompletionPrinter(texts, options.prompt, mesh.first)
+        with open_engine(options, source, tokenizer, mesh, limits, options.adapters) as engine:
+            for request in requests:
+                engine.add(request)
+            try:
+                while engine.busy:
+                    output = engine.step()
+                    for chosen in output.new_tokens:
+                        if printer.add(chosen.number, chosen.token):
+                            # the engine knows no stop strings
+                            engine.cancel(chosen.number)
+                    require_finite(output.finished)
+            finally:
+                printer.end()
+        return 0
+
+    return resolved.run(to_dict(options), work)
 
 
 class CompletionPrinter:
@@ -228,28 +200,26 @@ def run_chat(options: ChatConfig) -> int:
     """Run `dolmen chat` until the user ends it. Returns the exit code. Raises BadInput for options,
     and for a model without a chat template.
     """
-    layout = processes.check_model(
-        "chat", [options.folder], Layout(), options.device, weights=options.weights
-    )
-    try:
+    with as_bad_input():
         options.of_tokens.check()
         check_stop(options.stop)
-        source = open_source(options.folder)
-        resolved, notes = apply_generation_config(options, source.generation_config)
-        resolved.of_tokens.check()
-        chat = ChatSession(source, load_tokenizer(tokenizer_folder(source), option=""), resolved)
-    except (ValueError, KeyError, OSError) as error:
-        raise BadInput(message(error)) from None
+        resolved = processes.resolve(
+            "chat", [options.folder], Layout(), options.device, weights=options.weights
+        )
+        config, notes = apply_generation_config(options, resolved.source.generation_config)
+        config.of_tokens.check()
+        chat = ChatSession(resolved.source, resolved.tokenizer(), config)
     for line in notes:
         say(line)
 
-    def work(mesh: Mesh) -> int:
-        """Load the model, and talk."""
+    def work(mesh: Mesh, _: ModelSource) -> int:
+        """Load the model, and talk. Returns 0."""
+        # one process: the chat has the model that was opened here
         with chat.engine(mesh):
             Terminal(chat).talk()
         return 0
 
-    return processes.run("chat", to_dict(options), layout, options.device, work)
+    return resolved.run(to_dict(options), work)
 
 
 class Terminal:
@@ -351,7 +321,7 @@ def run_serve(options: ServeConfig) -> int:
         raise BadInput(f"{missing[0]} is not installed: pip install 'dolmen[serve]'")
     from dolmen.serving.http import server  # an extra
 
-    layout = processes.check_model(
+    resolved = processes.resolve(
         "serve",
         [options.folder],
         Layout(tp=options.layout.tp),
@@ -359,16 +329,15 @@ def run_serve(options: ServeConfig) -> int:
         adapters=options.adapters,
         weights=options.weights,
     )
-    if not process.launched_here():
-        try:
+    with as_bad_input():
+        tokenizer = resolved.tokenizer()
+        if not process.launched_here():
             # in the launcher only, before workers are started
-            server.check(options)
-        except (ValueError, KeyError, OSError) as error:
-            raise BadInput(message(error)) from None
+            server.check(options, resolved.source, tokenizer)
 
-    def work(mesh: Mesh) -> int:
-        """Serve on this process's part of the mesh."""
-        server.serve(options, mesh)
+    def work(mesh: Mesh, source: ModelSource) -> int:
+        """Serve on this process's part of the mesh. Returns 0."""
+        server.serve(options, source, tokenizer, mesh)
         return 0
 
-    return processes.run("serve", to_dict(options), layout, options.device, work)
+    return resolved.run(to_dict(options), work)

@@ -27,7 +27,7 @@ from textwrap import wrap
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from dolmen.core.config import Mark, ValueOptional, Words, from_words, is_optional, plain_type
-from dolmen.core.messages import BadInput, cut, unknown_options
+from dolmen.core.messages import BadInput, as_bad_input, cut, unknown_options
 
 HELP = {"-h", "--help"}
 LONGEST = 200  # characters of a command that a message repeats
@@ -211,10 +211,8 @@ def _value(option: Option, words: Sequence[str]) -> Any:
     bare = [mark.value for mark in option.marks if isinstance(mark, ValueOptional)]
     if not words and (option.switch or bare):
         return True if option.switch else bare[0]
-    try:
+    with as_bad_input(ValueError):
         return from_words(option.hint, words, f"--{option.name}")
-    except ValueError as error:
-        raise BadInput(str(error)) from None
 
 
 def _refuse_missing(known: Mapping[str, Option], values: Mapping[str, Any]) -> None:

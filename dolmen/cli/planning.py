@@ -14,7 +14,7 @@ from typing import Any
 
 from dolmen.core.filesystem import expand
 from dolmen.core.log import console, say
-from dolmen.core.messages import BadInput, escape, message, plural
+from dolmen.core.messages import BadInput, as_bad_input, escape, plural
 from dolmen.files import write
 from dolmen.parallel.schedule import SCHEDULES, Schedule, format_schedule, format_yaml
 from dolmen.parallel.simulation import (
@@ -44,7 +44,7 @@ def run_plan(options: PlanConfig) -> int:
     """Run `dolmen plan`: plan (or measure, or predict inference), print, and write the files.
     Returns 0. Raises BadInput.
     """
-    try:
+    with as_bad_input():
         if options.measure:
             return measure_local_cluster()
         request = resolve_request(options)
@@ -58,8 +58,6 @@ def run_plan(options: PlanConfig) -> int:
         for line in write_files(question, plan, request.options):
             if request.options.json != "-":
                 print(line)
-    except (ValueError, KeyError, OSError) as error:
-        raise BadInput(message(error)) from None
     return 0
 
 
@@ -152,7 +150,7 @@ def run_dryrun(request: DryrunRequest) -> int:
     """Run `dolmen dryrun`: print the table of the ranks, and write --json. Returns 0. Raises
     BadInput.
     """
-    try:
+    with as_bad_input():
         if request.options.json is not None:
             write.check_new("--json", request.options.json)
         # needs no torch, so mistakes are found in milliseconds
@@ -162,8 +160,6 @@ def run_dryrun(request: DryrunRequest) -> int:
         from dolmen.planning import dryrun
 
         report = dryrun.report(request, progress=True)
-    except (ValueError, KeyError, OSError) as error:
-        raise BadInput(message(error)) from None
     screen = console()
     screen.print(report.title)
     if note := uneven_stages(report.run):

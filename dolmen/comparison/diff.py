@@ -31,7 +31,7 @@ from dolmen.core import device as devices
 from dolmen.core import mesh as meshes
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import SINGLE
-from dolmen.core.messages import BadInput, Failed, message, plural
+from dolmen.core.messages import BadInput, Failed, as_bad_input, plural
 from dolmen.core.topology import Topology
 from dolmen.evaluation.reference_model import fp32_products, random_tokens
 from dolmen.families import compare_fields
@@ -237,7 +237,7 @@ def open_sides(config: DiffConfig) -> SidePair:
     """Open and check both sides, and make the random batch: its size is a multiple of what both
     layouts divide. Raises BadInput.
     """
-    try:
+    with as_bad_input():
         a, b = _side("A", config, config.first), _side("B", config, config.second)
         layouts = [side.layout for side in (a, b)]
         # each dp rank and microbatch of a pipeline gets equally many
@@ -257,8 +257,6 @@ def open_sides(config: DiffConfig) -> SidePair:
                 check_expressible(side.source.model, side.source.spec)
             elif not process.launched_here():
                 devices.require_gpus(config.device, side.layout.world, DEVICE)
-    except (ValueError, KeyError, OSError) as error:
-        raise BadInput(message(error)) from None
     padding = [side.source.model.config.get("pad_token_id") for side in (a, b)]
     # transformers gives the pad token's embedding no gradient
     known = next((one for one in padding if one is not None), None)

@@ -31,8 +31,6 @@ from dolmen.conversion.megatron import dist, folders
 from dolmen.conversion.megatron import source as megatron
 from dolmen.conversion.peft import LowRank
 from dolmen.conversion.weights import Moments, Scales, Tensors, check_whole
-from dolmen.core import consensus
-from dolmen.core.mesh import Mesh
 from dolmen.families import Model, compare_fields, training_fields
 from dolmen.model.spec import ModelSpec
 
@@ -214,16 +212,6 @@ def pin_source(name: str | Path) -> str:
     newest = _format(folder).newest(folder)
     # a hub id stays an id: its folder in the cache is nobody's name
     return str(name) if newest == folder else str(newest)
-
-
-def open_on_all_ranks(name: str | Path, mesh: Mesh) -> ModelSource:
-    """Open a source on every rank of the mesh (collective): rank 0 picks a run's newest checkpoint
-    for all. Raises as `open_source`.
-    """
-    return open_source(
-        # a save may end between two ranks' looks at the folder
-        name if mesh.size == 1 else consensus.run_on_rank_zero(lambda: pin_source(name))
-    )
 
 
 def tokenizer_folder(source: ModelSource) -> str:

@@ -7,7 +7,8 @@ DIR`, is for a shell.
 """
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 
@@ -35,6 +36,20 @@ class Failed(RuntimeError):
 def message(error: Exception) -> str:
     """Return an exception's text; of a KeyError without the quotes that str() adds."""
     return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+
+
+@contextmanager
+def as_bad_input(*types: type[Exception]) -> Iterator[None]:
+    """Context manager: turn exceptions of these types (default: ValueError, KeyError and OSError)
+    into BadInput, except that of a closed pipe.
+    """
+    types = types or (ValueError, KeyError, OSError)
+    try:
+        yield
+    except BrokenPipeError:  # the reader of stdout has closed the pipe
+        raise
+    except types as error:
+        raise BadInput(message(error)) from None
 
 
 COMMAND = r"\bdolmen (?:export|generate|train) [^;)]*"

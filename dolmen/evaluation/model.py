@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dolmen.conversion.source import open_on_all_ranks, tokenizer_folder
+from dolmen.conversion.source import ModelSource, tokenizer_folder
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.tokenizer import PreTrainedTokenizer, check_vocabulary, load_tokenizer
 from dolmen.evaluation.config import EvaluateConfig
@@ -12,6 +12,7 @@ from dolmen.model.decoder import Decoder
 from dolmen.objectives.objective import check_head
 from dolmen.optim.optimizer import DTYPES
 from dolmen.parallel import pipeline
+from dolmen.parallel.inference_linear import Weights
 from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import make_schedule
 from dolmen.serving import engine
@@ -43,28 +44,31 @@ def check_predicts_next_token(model: spec.ModelSpec) -> None:
         )
 
 
-def load(config: EvaluateConfig, mesh: Mesh = SINGLE) -> Loaded:
-    """Load the model of config.source, sharded over `mesh`, in config.dtype and config.weights.
-    Collective. Raises ValueError for a source that cannot be loaded or a model that does not
-    predict a next token.
+def load(
+    source: ModelSource,
+    mesh: Mesh = SINGLE,
+    dtype: str | None = None,
+    weights: Weights = "stated",
+) -> Loaded:
+    """Load the model of `source`, sharded over `mesh`, in `dtype` or its own, with `weights` as
+    stated or in int8. Collective. Raises ValueError for a source that cannot be loaded or a model
+    that does not predict a next token.
     """
-    source = open_on_all_ranks(config.source, mesh)
     check_predicts_next_token(source.spec)
     schedule = None
     # generation and evaluation run the forwards of a 1f1b schedule
     if mesh.pp.size > 1:
         schedule = make_schedule("1f1b", mesh.pp.size, mesh.pp.size)
         pipeline.connect(schedule, mesh)
-    dtype = DTYPES[config.dtype] if config.dtype else None
-    model = engine.load_decoder(source, mesh, dtype, schedule, config.weights)
+    compute = DTYPES[dtype] if dtype else None
+    model = engine.load_decoder(source, mesh, compute, schedule, weights)
     return Loaded(model, mesh, schedule)
 
 
-def tokenizer_of(config: EvaluateConfig, mesh: Mesh = SINGLE) -> PreTrainedTokenizer:
+def tokenizer_of(config: EvaluateConfig, source: ModelSource) -> PreTrainedTokenizer:
     """Return the tokenizer of --data.tokenizer, or the model's own. Raises ValueError where there
     is none, or it has more tokens than the model.
     """
-    source = open_on_all_ranks(config.source, mesh)
     named = config.data.tokenizer
     option = "" if named is None else "--data.tokenizer"
     tokenizer = load_tokenizer(named or tokenizer_folder(source), option=option)

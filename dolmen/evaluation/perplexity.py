@@ -33,10 +33,10 @@ from rich.progress import MofNCompleteColumn
 from rich.table import Table
 from torch import Tensor
 
-from dolmen.conversion.source import ModelSource, open_source, tokenizer_folder
+from dolmen.conversion.source import ModelSource, tokenizer_folder
 from dolmen.core import collectives, device
 from dolmen.core.log import bar
-from dolmen.core.mesh import SINGLE, Mesh
+from dolmen.core.mesh import Mesh
 from dolmen.core.messages import plural
 from dolmen.data import inputs
 from dolmen.data.batch import Batch
@@ -45,8 +45,7 @@ from dolmen.data.config import DataConfig, TextConfig
 from dolmen.data.corpus import Corpus
 from dolmen.data.inputs import open_corpus
 from dolmen.data.tokenizer import check_vocabulary
-from dolmen.evaluation.config import EvaluateConfig
-from dolmen.evaluation.model import Loaded, check_predicts_next_token, load
+from dolmen.evaluation.model import Loaded, check_predicts_next_token
 from dolmen.model.decoder import Decoder
 from dolmen.model.spec import ModelSpec
 from dolmen.objectives import forward
@@ -323,12 +322,6 @@ class Evaluation:
         return table
 
 
-def prepare_windows(config: EvaluateConfig, progress: bool = True, verify: bool = True) -> Windows:
-    """Open the model's source and tokenise the text of the options; as `open_text`."""
-    source = open_source(config.source)
-    return open_text(source, config.data, config.window, config.stride, progress, verify)
-
-
 def open_text(
     source: ModelSource,
     config: TextConfig,
@@ -385,13 +378,6 @@ def window_of(model: ModelSpec, window: int | None, stride: int | None) -> tuple
             f"({window} is without overlap)"
         )
     return window, stride
-
-
-def load_and_evaluate(
-    config: EvaluateConfig, text: Windows, mesh: Mesh = SINGLE, progress: bool = True
-) -> Evaluation:
-    """Load the model of the options over `mesh` and evaluate it; see `evaluate`."""
-    return evaluate(load(config, mesh), text, progress)
 
 
 def evaluate(loaded: Loaded, text: Windows, progress: bool = True) -> Evaluation:

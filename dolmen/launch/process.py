@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dolmen.core.environment import Launch
-from dolmen.core.messages import BadInput, Failed
+from dolmen.core.messages import BadInput, Failed, as_bad_input
 from dolmen.core.torch_private import strings
 
 LAUNCHER = "DOLMEN_LAUNCHER"  # pid of the launcher that started this worker
@@ -69,10 +69,8 @@ def threads(processes: int) -> str:
 
 def read_launch() -> Launch | None:
     """Read this process's rank and world; None if no launcher started it. Raises BadInput."""
-    try:
+    with as_bad_input(ValueError):
         return Launch.read()
-    except ValueError as error:
-        raise BadInput(str(error)) from None
 
 
 def launched_here() -> bool:

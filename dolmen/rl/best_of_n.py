@@ -8,14 +8,14 @@ completions.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from dolmen.conversion.source import open_source, tokenizer_folder
+from dolmen.conversion.source import ModelSource, open_source, tokenizer_folder
 from dolmen.core.filesystem import expand
 from dolmen.core.mesh import SINGLE
 from dolmen.files import gate, write
@@ -55,12 +55,14 @@ class BestOfN(NamedTuple):
     """Mean reward of all samples."""
 
 
-def check(config: GenerateConfig) -> None:
-    """Raise ValueError, before anything is read or written, for contradictory options of --best, an
-    existing output file, and rewards that do not exist or do not fit the model.
+def resolve_rewards(config: GenerateConfig, source: ModelSource) -> dict[str, ModelSource]:
+    """Open the reward models of --reward (name -> model), and start and stop its functions. Raises
+    ValueError, before anything is written, for contradictory options of --best, an existing output
+    file, and rewards that do not exist or do not fit the model of `source`.
     """
+    models: dict[str, ModelSource] = {}
     if config.best is None and not config.reward:
-        return
+        return models
     if config.best is None or not config.reward:
         raise ValueError("--best and --reward need each other: give both, or neither")
     if config.input is None or config.num_samples < 2:
@@ -71,22 +73,22 @@ def check(config: GenerateConfig) -> None:
     write.check_new("--best", config.best)
     for _, name in parse_rewards(config.reward):
         if is_reward_model(name):
-            own = open_source(config.folder)
-            rewards.check_reward_model(
-                name, open_source(name), own.model.spec.vocab_size, tokenizer_folder(own)
-            )
+            models[name] = open_source(name)
+            vocab_size = source.model.spec.vocab_size
+            rewards.check_reward_model(name, models[name], vocab_size, tokenizer_folder(source))
         else:
             with make_reward_function(name, TIMEOUT) as function:
                 function.start()
+    return models
 
 
-def choose(job: Job) -> BestOfN:
-    """Score the samples of each row of the job's output, and write the one with the highest reward
-    to --best. Return the counts. Rows without any reward are left out. Raises ValueError, with
-    nothing written, for a file that is not such an output.
+def choose(job: Job, models: Mapping[str, ModelSource]) -> BestOfN:
+    """Score the samples of each row of the job's output, also by the reward `models`, and write the
+    one with the highest reward to --best. Return the counts. Rows without any reward are left out.
+    Raises ValueError, with nothing written, for a file that is not such an output.
     """
     made, best, every, failed, without = [], [], [], 0, 0
-    with _combined_reward(job.config) as reward:
+    with _combined_reward(job.config, models) as reward:
         for fields, where in _rows(job.output):
             row = PromptRow(
                 where, 0, {name: fields[name] for name in fields if name not in OUTPUT_FIELDS}
@@ -131,7 +133,9 @@ def _rows(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 
 @contextmanager
-def _combined_reward(config: GenerateConfig) -> Iterator[CombinedReward]:
+def _combined_reward(
+    config: GenerateConfig, models: Mapping[str, ModelSource]
+) -> Iterator[CombinedReward]:
     """Context manager: yield the weighted sum of the rewards in --reward, on one process; reward
     models are loaded in fp32. A sample whose reward fails gets NaN.
     """
@@ -139,7 +143,7 @@ def _combined_reward(config: GenerateConfig) -> Iterator[CombinedReward]:
     for weight, name in parse_rewards(config.reward):
         scorer: rewards.RewardFunction | RewardModel
         if is_reward_model(name):
-            model = engine.load_decoder(open_source(name), SINGLE, torch.float32)
+            model = engine.load_decoder(models[name], SINGLE, torch.float32)
             schedule = Layout().make_schedule(BATCH_SIZE, BATCH_SIZE)
             scorer = RewardModel(model, SINGLE, schedule, BATCH_SIZE)
         else:

@@ -20,10 +20,8 @@ from dolmen.core.messages import plural
 from dolmen.data import template
 from dolmen.data.template import tokenizer_template
 from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.optim.optimizer import DTYPES
 from dolmen.serving import engine
 from dolmen.serving.config import ChatConfig
-from dolmen.serving.engine import Engine
 from dolmen.serving.generation import Detokenizer
 from dolmen.serving.request import Request
 
@@ -70,11 +68,7 @@ class ChatSession:
     @contextmanager
     def engine(self, mesh: Mesh) -> Iterator[None]:
         """Load the model on `mesh`; `reply` can be called within this context."""
-        dtype = DTYPES[self.config.dtype] if self.config.dtype else None
-        weights = self.config.weights
-        model = engine.load_placed(self.source, mesh, dtype, weights)
-        ends, known = engine.stop_tokens(self.source), self.tokenizer.get_vocab().values()
-        with Engine(model, stop=ends, known=known, mesh=mesh, weights=weights) as self._engine:
+        with engine.open_engine(self.config, self.source, self.tokenizer, mesh) as self._engine:
             yield
 
     def reply(self, text: str) -> Iterator[str]:

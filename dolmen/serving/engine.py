@@ -33,14 +33,18 @@ from dolmen.conversion.source import ModelSource, load_weights
 from dolmen.conversion.weights import check_whole
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.batch import Batch
+from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.families import special_tokens
 from dolmen.model import build, head
 from dolmen.model.decoder import Decoder
+from dolmen.optim.optimizer import DTYPES
 from dolmen.parallel import data
 from dolmen.parallel.inference_linear import Weights
 from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import make_schedule
+from dolmen.serving import adapters as multi_lora
 from dolmen.serving.adapters import Adapters, check_name
+from dolmen.serving.config import ChatConfig, GenerateConfig, ServeConfig
 from dolmen.serving.kv_cache import CacheUsage
 from dolmen.serving.model_runner import ModelRunner
 from dolmen.serving.request import (
@@ -103,6 +107,34 @@ def load_placed(
     pp = mesh.pp.size
     schedule = None if pp == 1 else make_schedule("1f1b", pp, pp)
     return load_decoder(source, mesh, dtype, schedule, weights)
+
+
+@contextmanager
+def open_engine(
+    config: GenerateConfig | ChatConfig | ServeConfig,
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizer,
+    mesh: Mesh,
+    limits: Limits | None = None,
+    adapters: Sequence[str] = (),
+) -> Iterator["Engine"]:
+    """Load this rank's part of a model and of its LoRA adapters (NAME=FOLDER), with the dtype and
+    weights of the options, and yield an engine over them. Raises ValueError.
+    """
+    model = load_placed(
+        source, mesh, DTYPES[config.dtype] if config.dtype else None, config.weights
+    )
+    low_rank = multi_lora.open_adapters(multi_lora.parse_adapters(adapters), source, mesh)
+    with Engine(
+        model,
+        stop=stop_tokens(source),
+        known=tokenizer.get_vocab().values(),
+        limits=limits or Limits(),
+        mesh=mesh,
+        weights=config.weights,
+        adapters=multi_lora.place_adapters(low_rank, model, mesh),
+    ) as engine:
+        yield engine
 
 
 def run_whole(model: Decoder, tokens: Int64[Tensor, "texts length"], end: head.HeadFunction) -> Any:

@@ -30,7 +30,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from dolmen.conversion.source import ModelSource, open_source, tokenizer_folder
+from dolmen.conversion.source import ModelSource
 from dolmen.core import consensus
 from dolmen.core.config import to_dict
 from dolmen.core.filesystem import expand
@@ -38,13 +38,12 @@ from dolmen.core.log import duration, say
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import plural
 from dolmen.core.torch_private import processes
-from dolmen.data.tokenizer import load_tokenizer
+from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate
 from dolmen.files.kinds import JOURNAL_ROW
-from dolmen.optim.optimizer import DTYPES
-from dolmen.serving import adapters, engine
+from dolmen.serving import adapters
 from dolmen.serving.config import GenerateConfig
-from dolmen.serving.engine import Engine
+from dolmen.serving.engine import Engine, open_engine
 from dolmen.serving.generation import StopStrings, apply_generation_config, check_stop
 from dolmen.serving.output_file import OutputFile, check_finished, check_output
 from dolmen.serving.output_file import digest as digest_of
@@ -257,21 +256,23 @@ def check_options(config: GenerateConfig) -> None:
     check_file(expand(config.input or ""))
 
 
-def prepare(config: GenerateConfig, verbose: bool, fresh: bool) -> Job:
+def prepare(
+    config: GenerateConfig,
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizer,
+    verbose: bool,
+    fresh: bool,
+) -> Job:
     """Check the options and all rows of --input, and return the job. Raises ValueError, with
     nothing written.
 
     `verbose`: print a summary of the rows. `fresh`: this run has not written anything yet, so that
     an existing output is an error (or, with --resume, is checked against the rows).
     """
-    check_options(config)
     file = expand(config.input or "")
-    source = open_source(config.folder)
     config, lines = apply_generation_config(config, source.generation_config)
     config.of_tokens.check()
-    tokenizer = load_tokenizer(tokenizer_folder(source), option="")
     folders = adapters.parse_adapters(config.adapters)
-    adapters.open_adapters(folders, source)
     prompts = PromptFile(config, source, tokenizer, file, folders)
     for line in lines:
         say(line, verbose)
@@ -318,33 +319,23 @@ def _print_summary(read: FileSummary, config: GenerateConfig, verbose: bool) -> 
         )
 
 
-def generate(job: Job, mesh: Mesh) -> None:
-    """Generate the unfinished rows of `job` on all ranks of `mesh`, and write them to the output;
-    the first rank shows the progress and prints a summary.
+def generate(job: Job, source: ModelSource, mesh: Mesh) -> None:
+    """Generate the unfinished rows of `job` with the model of `source` on all ranks of `mesh`, and
+    write them to the output; the first rank shows the progress and prints a summary.
 
     Raises ValueError, also for logits that are not finite, and OSError where the output cannot be
     written.
     """
-    config, source = job.config, job.prompts.source
-    dtype = DTYPES[config.dtype] if config.dtype else None
-    model = engine.load_placed(source, mesh, dtype, config.weights)
-    low_rank = adapters.open_adapters(adapters.parse_adapters(config.adapters), source, mesh)
+    config, limits = job.config, Limits(tokens=job.config.max_batch_tokens)
     output = OutputFile(job.output, job.options, job.digest) if mesh.first else None
     left = _list_unfinished_rows(job, output, mesh)
     rows = len(job.summary.places)
     meter = Meter(rows, rows - len(left))
     runner = RowRunner(job, RowQueue(left, mesh), output, meter)
-    tokenizer = job.prompts.tokenizer
     with (
         progress_display(meter, mesh.first) as screen,
-        Engine(
-            model,
-            stop=engine.stop_tokens(source),
-            known=tokenizer.get_vocab().values(),
-            limits=Limits(tokens=config.max_batch_tokens),
-            mesh=mesh,
-            weights=config.weights,
-            adapters=adapters.place_adapters(low_rank, model, mesh),
+        open_engine(
+            config, source, job.prompts.tokenizer, mesh, limits, config.adapters
         ) as running,
     ):
         try:

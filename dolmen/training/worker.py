@@ -29,7 +29,7 @@ from dolmen.core.config import to_dict
 from dolmen.core.device import keep_freed_memory
 from dolmen.core.environment import Launch
 from dolmen.core.log import console
-from dolmen.core.messages import BadInput, Failed, escape, message
+from dolmen.core.messages import BadInput, Failed, as_bad_input, escape
 from dolmen.launch import launcher, process, rendezvous
 from dolmen.launch.watchdog import Watch, network_limit
 from dolmen.rl import environment, rewards
@@ -66,10 +66,8 @@ def _start_processes(request: TrainRequest, guarded: Guard) -> int:
     """Train in this process, if one is enough and no restart is requested, else start workers, wait
     for them and finish the run. Return the exit code.
     """
-    try:
+    with as_bad_input(ValueError):
         device = devices.choose_device(request.config.train.device, None, DEVICE)
-    except ValueError as error:
-        raise BadInput(str(error)) from None
     processes = count_processes(request.config, request.handling.nproc)
     prepared = prepare(request, processes)
     request = replace(request, config=prepared.resolved.config)
@@ -134,7 +132,7 @@ def prepare(
     verify: also try the tokenizer's regular expressions, and compare the cache with its digests
     """
     config, out, handling = request.config, request.out, request.handling
-    try:
+    with as_bad_input():
         if starts:
             check_folder(out, handling.resume, handling.overwrite)
         resolved = resolve(config, processes, checkpoint_to_resume(out, handling.resume))
@@ -151,8 +149,6 @@ def prepare(
                 check_resume(config, out)
             try_functions(config)
         return Prepared(resolved, load_data(resolved, data, progress=True, verify=verify))
-    except (ValueError, KeyError, OSError) as error:
-        raise BadInput(message(error)) from None
 
 
 DEVICE = "train.device"
@@ -238,7 +234,7 @@ def _start(
     """Return the way that the run starts, agreed on by all ranks, and check that no two ranks share
     a GPU. Raises BadInput on every rank.
     """
-    try:
+    with as_bad_input(ValueError):
         start = agree_on_start(
             request,
             restarts=process.restarts(),
@@ -248,8 +244,6 @@ def _start(
         )
         devices.refuse_shared_gpus(device, DEVICE)
         return start
-    except ValueError as error:
-        raise BadInput(str(error)) from None
 
 
 @contextmanager

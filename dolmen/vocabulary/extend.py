@@ -17,7 +17,7 @@ text, decoded and encoded again, would get a space before it, and loses parts of
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -38,7 +38,7 @@ from dolmen.core.messages import brief, plural
 from dolmen.data.config import TextConfig
 from dolmen.data.tokenizer import PreTrainedTokenizer, vocabulary_size
 from dolmen.evaluation import perplexity
-from dolmen.evaluation.config import EvaluateConfig
+from dolmen.evaluation.model import load
 from dolmen.families import Model, edit, unknown
 from dolmen.files import gate, kinds
 from dolmen.files.safetensors import Spec
@@ -128,8 +128,7 @@ def extend(config: VocabExtendConfig, progress: bool = True) -> Extended:
     hf_export.check_target(to)
     text = open_text(config.data)
     # a run that still trains must not change between the two measurements
-    config = replace(config, model=pin_source(config.model))
-    found = open_source(config.model)
+    found = open_source(pin_source(config.model))
     unknown.warn(found.model)
     if found.tokenizer is None:
         raise ValueError(
@@ -154,14 +153,14 @@ def extend(config: VocabExtendConfig, progress: bool = True) -> Extended:
         TokenRows(min(first, found.spec.vocab_size), _pieces(before, old, new), config),
     )
     # before anything is written: a bad text costs no export
-    held_out_before = None if text is None else measure(config.model, old, text, config, progress)
+    held_out_before = None if text is None else measure(found, old, text, config, progress)
     hf_export.check_expressible(found.model, source.spec)
     writer = hf_export.TransformersWriter(extended, dtype)
     with writing.replace_when_complete(to) as (part, sidecars):
         writer.write(part, LayerPool())
         writer.write_sidecars(sidecars)
         write(sidecars, first, size, config.init)
-    held_out_after = None if text is None else measure(str(to), new, text, config, progress)
+    held_out_after = None if text is None else measure(open_source(to), new, text, config, progress)
     return Extended(
         first, size, found.spec.vocab_size, rows, config.init, held_out_before, held_out_after
     )
@@ -319,23 +318,22 @@ class ExtendedSource(WeightsAlone):
 
 
 def measure(
-    name: str,
+    source: ModelSource,
     tokenizer: PreTrainedTokenizer,
     text: Text,
     config: VocabExtendConfig,
     progress: bool,
 ) -> Measurement:
     """Count tokens of the held-out text and, for a causal model, evaluate its loss per byte.
-    `name`: the model, as `dolmen evaluate` takes it. Raises ValueError as `dolmen evaluate`.
+    Raises ValueError as `dolmen evaluate`.
     """
     counts = count(tokenizer, text.pieces(), text.name)
     # masked LMs have no loss per byte
-    if open_source(name).spec.both_ways:
+    if source.spec.both_ways:
         return Measurement(counts, None)
     # held-out text is tokenised twice, by two tokenizers: not worth keeping
     with TemporaryDirectory(prefix="dolmen-") as cache:
         data = TextConfig(config.data.path, text_field=config.data.text_field, cache=cache)
-        evaluation = EvaluateConfig(name, window=config.window, data=data)
-        read = perplexity.prepare_windows(evaluation, progress)
-        found = perplexity.load_and_evaluate(evaluation, read, progress=progress)
+        read = perplexity.open_text(source, data, config.window, progress=progress)
+        found = perplexity.evaluate(load(source), read, progress)
     return Measurement(counts, found.loss * found.tokens / counts.bytes)

@@ -317,9 +317,9 @@ def test_an_answer_that_stops_by_itself_is_not_called_cut(chatty, monkeypatch):
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(chatty, monkeypatch):
-    from dolmen.serving import chat
+    from dolmen.serving import engine
 
-    real, steps = chat.Engine.step, []
+    real, steps = engine.Engine.step, []
 
     def step(self):
         steps.append(1)
@@ -327,7 +327,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(chatty, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return real(self)
 
-    monkeypatch.setattr(chat.Engine, "step", step)
+    monkeypatch.setattr(engine.Engine, "step", step)
     said(monkeypatch, "ab\n/history\n/retry\n")
     told = dolmen("chat", chatty, "--temperature", 0)
     assert told.code == 0

@@ -150,7 +150,7 @@ def test_what_could_not_be_multiplied_beside_a_base_is_refused(tmp_path):
     def check(name, weights):
         folder = tmp_path / name
         fr = f"fr={folder / 'adapter'}"
-        processes.check_model(
+        processes.resolve(
             "generate", [str(folder / "base")], Layout(), "cpu", weights=weights, adapters=[fr]
         )
 

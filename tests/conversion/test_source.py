@@ -24,7 +24,6 @@ from dolmen.conversion import hf, hf_export
 from dolmen.conversion.source import (
     ModelSource,
     load_weights,
-    open_on_all_ranks,
     open_source,
     pin_source,
 )
@@ -36,7 +35,7 @@ from dolmen.families import Model, edit
 from dolmen.model import build
 from dolmen.model.layout import Layout
 from dolmen.model.training import RouterTraining, Training
-from dolmen.serving import engine
+from dolmen.serving import engine, processes
 from dolmen.training.checks.model import check_init
 from dolmen.training.config import RunConfig, TrainConfig
 from dolmen.training.initialize import make_state
@@ -145,7 +144,8 @@ def opened_alike() -> list[str]:
     if not mesh.first:
         reader.locate = lambda path: run / "checkpoints/step-00000002" if path == run else path
     try:
-        found = consensus.gather_objects(open_on_all_ranks(run, mesh).where.name)
+        resolved = processes.resolve("verify", [str(run)], Layout(tp=2), "cpu")
+        found = consensus.gather_objects(resolved.sources_on(mesh)[0].where.name)
     finally:
         reader.locate = real
     if mesh.first:

@@ -14,6 +14,7 @@ from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 import dolmen
+from dolmen.conversion.source import open_source
 from dolmen.evaluation import model, perplexity
 from dolmen.evaluation import tasks as harnessed
 from dolmen.evaluation.config import EvaluateConfig
@@ -191,7 +192,8 @@ def test_greedy_is_of_all_tokens(folder):
 
 def harness(folder):
     asked = EvaluateConfig(source=str(folder / "model"))
-    return Harness(model.load(asked), model.tokenizer_of(asked))
+    source = open_source(asked.source)
+    return Harness(model.load(source), model.tokenizer_of(asked, source))
 
 
 def test_a_task_that_scores_too_much_at_once_is_refused(folder, monkeypatch):

@@ -18,6 +18,7 @@ import torch
 from served import KEY, serving, until
 from tokenizers.pre_tokenizers import ByteLevel
 
+from dolmen.conversion.source import open_source
 from dolmen.core.messages import BadInput
 from dolmen.data.tokenizer import bytes_of, load_tokenizer
 from dolmen.serving.config import ServeConfig
@@ -397,8 +398,11 @@ def test_scores_that_are_no_numbers_are_told(model):
 
 
 def test_what_is_refused_before_the_model_is_loaded(model, tmp_path):
+    source = open_source(model)
+    tokenizer = load_tokenizer(str(source.tokenizer), probe=False)
+
     def check(**said):
-        server.check(ServeConfig(folder=str(model), port=0, **said))
+        server.check(ServeConfig(folder=str(model), **{"port": 0} | said), source, tokenizer)
 
     check()
     with pytest.raises(ValueError, match="--key has 3 characters"):
@@ -412,10 +416,10 @@ def test_what_is_refused_before_the_model_is_loaded(model, tmp_path):
     short.write_text("long-enough\n")
     assert server.resolve_key(ServeConfig(folder="x", key_file=str(short))) == "long-enough"
     learned = SimpleNamespace(max_position_embeddings=512, longest=512)
-    source = SimpleNamespace(model=SimpleNamespace(spec=learned))
+    limited = SimpleNamespace(model=SimpleNamespace(spec=learned))
     config = ServeConfig(folder=str(model), max_length=600)
     with pytest.raises(ValueError, match="--max-length is 600, and max_position_embeddings 512"):
-        _ = RequestParser(config, source, None, None, SamplingParams(), None).max_length
+        _ = RequestParser(config, limited, None, None, SamplingParams(), None).max_length
     for name in (
         "max_rows",
         "max_batch_tokens",
@@ -431,7 +435,7 @@ def test_what_is_refused_before_the_model_is_loaded(model, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=f"--port {port}: Address already in use"):
-            server.check(ServeConfig(folder=str(model), port=port))
+            check(port=port)
 
 
 def test_a_key_is_made_for_each_start_and_told(model, capsys):

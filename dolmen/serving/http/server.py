@@ -31,19 +31,18 @@ from fastapi import FastAPI
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dolmen.conversion.source import ModelSource, open_on_all_ranks, open_source, tokenizer_folder
+from dolmen.conversion.source import ModelSource
 from dolmen.core.filesystem import expand
 from dolmen.core.log import say
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import escape
 from dolmen.data.template import tokenizer_template
-from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
+from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate
 from dolmen.launch import process
-from dolmen.optim.optimizer import DTYPES
-from dolmen.serving import adapters, engine
+from dolmen.serving import adapters
 from dolmen.serving.config import Sampling, ServeConfig, check_key
-from dolmen.serving.engine import Engine
+from dolmen.serving.engine import open_engine
 from dolmen.serving.generation import apply_generation_config
 from dolmen.serving.http import app
 from dolmen.serving.http.loop import EngineLoop, ServerMetrics
@@ -179,14 +178,13 @@ MAX_KEY_BYTES = 4096  # bytes of a file with a key
 KEEP_ALIVE = 75  # seconds that a connection may be idle: longer than clients keep theirs
 
 
-def check(config: ServeConfig) -> None:
-    """Check all that could fail only after the model is loaded: key, source, adapters' names,
-    options, and the address. Raises ValueError, KeyError or OSError.
+def check(config: ServeConfig, source: ModelSource, tokenizer: PreTrainedTokenizer) -> None:
+    """Check all that could fail only after the model is loaded: key, adapters' names, options, and
+    the address. Raises ValueError, KeyError or OSError.
     """
     resolve_key(config)
-    source = open_source(config.folder)
     adapters.parse_adapters(config.adapters, taken=(config.model_name,))
-    build_parser(config, source, load_tokenizer(tokenizer_folder(source), option=""), verbose=False)
+    build_parser(config, source, tokenizer, verbose=False)
     # a port that is taken is found before minutes of loading
     bind_socket(config).close()
 
@@ -241,28 +239,16 @@ def build_parser(
     return parser
 
 
-def serve(config: ServeConfig, mesh: Mesh) -> None:
+def serve(
+    config: ServeConfig, source: ModelSource, tokenizer: PreTrainedTokenizer, mesh: Mesh
+) -> None:
     """Load the model and serve it until SIGINT or SIGTERM, on every rank of `mesh`; the first rank
     runs the HTTP server. Raises ValueError as `check`, and what the engine raises.
     """
-    source = open_on_all_ranks(config.folder, mesh)
-    tokenizer = load_tokenizer(tokenizer_folder(source), option="")
     # bound first, so that clients wait in the backlog while the model loads
     listener = bind_socket(config) if mesh.first else None
     parser = build_parser(config, source, tokenizer, verbose=mesh.first)
-    dtype = DTYPES[config.dtype] if config.dtype else None
-    model = engine.load_placed(source, mesh, dtype, config.weights)
-    low_rank = adapters.open_adapters(adapters.parse_adapters(config.adapters), source, mesh)
-    ends, known = engine.stop_tokens(source), tokenizer.get_vocab().values()
-    with Engine(
-        model,
-        stop=ends,
-        known=known,
-        limits=config.limits,
-        mesh=mesh,
-        weights=config.weights,
-        adapters=adapters.place_adapters(low_rank, model, mesh),
-    ) as running:
+    with open_engine(config, source, tokenizer, mesh, config.limits, config.adapters) as running:
         loop = EngineLoop(running, mesh)
         if listener is None:
             with process.stop_handler(lambda _: None):  # the first rank decides when to stop
