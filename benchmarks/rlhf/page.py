@@ -16,7 +16,7 @@ from benchmarks.rlhf.faults import UNHELD
 from benchmarks.rlhf.figures import NAMES
 from benchmarks.rlhf.measure import Measured, kept
 from benchmarks.rlhf.stages import BOUND, FOLDER, STAGES
-from dolmen.pages.style import house_style
+from dolmen.pages.page import house_style
 
 FILE = FOLDER / "rlhf.html"
 FORM = Path(__file__).with_name("page.html")

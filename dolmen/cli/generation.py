@@ -45,8 +45,10 @@ def run_generate(options: GenerateConfig) -> int:
         adapters.check_name(options.adapter, adapters.parse_adapters(options.adapters))
         if options.input is not None:
             offline.check_options(options)
-            if not options.resume and not process.launched_here():
-                output_file.check_output(expand(options.output or ""), None, False, {}, "")
+            if not process.launched_here():
+                if not options.resume:
+                    output_file.check_output(expand(options.output or ""), None, False, {}, "")
+                best_of_n.check_options(options)
         for text in options.prompt:
             check_text(text)
     split = options.layout

@@ -1,1 +1,5 @@
-"""The style of every page that dolmen writes (style.py, style.css)."""
+"""Parts of the HTML pages that dolmen writes: plans, runs and the RL report.
+
+page.py  the frame with the shared style (style.css), and figures
+svg.py   drawings: shapes, axes and fills
+"""

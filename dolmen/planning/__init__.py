@@ -28,7 +28,7 @@ Search and results
     answer.py, report.py, outputs.py  as text, as a page, as files
     inference.py     weights and KV cache of generation
     config.py        options of `plan` and `dryrun`
-    figures/         pictures of the page
+    figures.py       drawings of the page
     draw.py          a pipeline schedule as a picture
     action_lists/    the search for short schedules
 """

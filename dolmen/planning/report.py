@@ -1,19 +1,17 @@
 """A plan as one page that opens anywhere: HTML with its pictures in it, no script and nothing to
-fetch (report.html is its frame, figures/ draws).
+fetch (report.html is its frame, figures.py draws).
 """
 
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
-from string import Template
 from typing import NamedTuple
 
-from dolmen import __version__
 from dolmen.core.messages import plural
-from dolmen.files import gate, write
-from dolmen.pages.style import house_style
-from dolmen.planning.figures import front, memory, network, ranking, timeline
-from dolmen.planning.figures.svg import Drawing, patterns, short
+from dolmen.files import write
+from dolmen.pages import page as page_parts
+from dolmen.pages.svg import Drawing, patterns, short
+from dolmen.planning import figures
 from dolmen.planning.plan import Plan, command_options
 from dolmen.planning.step import Estimate
 
@@ -32,7 +30,7 @@ class ReportFigure(NamedTuple):
 FIGURES = (
     ReportFigure(
         "Which layout",
-        ranking.ranking,
+        figures.ranking,
         "Predicted time of a step, the fastest layouts first. The line is the 90 % interval of "
         "the time itself; errors of similar layouts are mostly alike. MFU counts only the "
         "floating-point operations of the model, relative to the datasheet's peak; memory is that "
@@ -40,45 +38,45 @@ FIGURES = (
     ),
     ReportFigure(
         "Parts of a step",
-        ranking.step,
+        figures.step,
         "Computation first, then communication that nothing hides (by axis of the mesh), then the "
         "bubble, in which a pipeline rank waits for others, and the optimizer.",
     ),
     ReportFigure(
         "Memory of a GPU",
-        memory.stages,
+        figures.rank_memory,
         "The fullest GPU of each pipeline rank at its fullest moment, for the best layout, below "
         "the limit of the device (dashed).",
     ),
     ReportFigure(
         "Memory along the schedule",
-        memory.along,
+        figures.memory_along,
         "Memory over the time of a step: activations are allocated by each forward and freed by "
         "its backward.",
     ),
     ReportFigure(
         "The schedule",
-        timeline.timeline,
+        figures.timeline,
         "Actions of each pipeline rank over time. Numbers are microbatches. Of a long steady "
         "state only a part is simulated, and of more actions than fit the picture only the "
         "beginning and the end are shown.",
     ),
     ReportFigure(
         "Traffic",
-        network.traffic,
+        figures.traffic,
         "Bytes that one GPU sends in a step over each tier of the network, by mesh axis, and how "
         "long its link is busy with them, overlapped with computation or not.",
     ),
     ReportFigure(
         "GPUs, days and cost",
-        front.front,
+        figures.front,
         "Each point is the best layout for a number of GPUs, trained for the token budget; filled "
         "points are on the Pareto front: no smaller fleet is as fast. Failures, restarts and "
         "checkpoints are not counted. Cost of owned nodes: depreciation and power.",
     ),
     ReportFigure(
         "The cluster",
-        network.cluster,
+        figures.cluster,
         "How the GPUs of this plan are wired, from the highest switches that they need down to the "
         "GPUs of one node.",
     ),
@@ -99,30 +97,27 @@ def write_report(plan: Plan, folder: Path) -> Path:
 
 def page(plan: Plan) -> str:
     """Return the report of a plan as an HTML page."""
-    figures = "\n".join(_figure_html(number, one, plan) for number, one in enumerate(FIGURES, 1))
+    drawn = "\n".join(_figure_html(number, one, plan) for number, one in enumerate(FIGURES, 1))
     cluster = plan.cluster
     under = (
         f"{plural(plan.gpus, 'GPU')} of {cluster.name} ({cluster.device.name}), "
         f"{plan.global_batch_size:,} sequences of {plan.sequence_length:,} tokens per step"
     )
-    # $name placeholders: CSS is full of braces
-    return Template(gate.read_text(FRAME, gate.MIB)).substitute(
+    return page_parts.fill(
+        FRAME,
         title=escape(f"{plan.model} on {cluster.name}"),
-        style=house_style(),
         patterns=patterns(),
         under=escape(under),
         summary=_summary(plan),
-        figures=figures,
-        version=__version__,
+        figures=drawn,
     )
 
 
 def _figure_html(number: int, figure: ReportFigure, plan: Plan) -> str:
     """Return heading, drawing and caption of a figure as HTML."""
-    return (
-        f'<h2>{escape(figure.heading)}</h2>\n<figure id="figure-{number}">\n{figure.draw(plan)}\n'
-        f"<figcaption><b>Figure {number}.</b> {escape(figure.caption)}</figcaption>\n</figure>"
-    )
+    caption = f"<b>Figure {number}.</b> {escape(figure.caption)}"
+    drawing = page_parts.figure(number, figure.draw(plan), caption)
+    return f"<h2>{escape(figure.heading)}</h2>\n{drawing}"
 
 
 def _summary(plan: Plan) -> str:

@@ -55,14 +55,10 @@ class BestOfN(NamedTuple):
     """Mean reward of all samples."""
 
 
-def resolve_rewards(config: GenerateConfig, source: ModelSource) -> dict[str, ModelSource]:
-    """Open the reward models of --reward (name -> model), and start and stop its functions. Raises
-    ValueError, before anything is written, for contradictory options of --best, an existing output
-    file, and rewards that do not exist or do not fit the model of `source`.
-    """
-    models: dict[str, ModelSource] = {}
+def check_options(config: GenerateConfig) -> None:
+    """Raise ValueError for contradictory options of --best, and for an existing output file."""
     if config.best is None and not config.reward:
-        return models
+        return
     if config.best is None or not config.reward:
         raise ValueError("--best and --reward need each other: give both, or neither")
     if config.input is None or config.num_samples < 2:
@@ -71,6 +67,13 @@ def resolve_rewards(config: GenerateConfig, source: ModelSource) -> dict[str, Mo
             f"{config.num_samples}: use --num-samples 2 or more"
         )
     write.check_new("--best", config.best)
+
+
+def resolve_rewards(config: GenerateConfig, source: ModelSource) -> dict[str, ModelSource]:
+    """Open the reward models of --reward (name -> model), and start and stop its functions. Raises
+    ValueError for rewards that do not exist or do not fit the model of `source`.
+    """
+    models: dict[str, ModelSource] = {}
     for _, name in parse_rewards(config.reward):
         if is_reward_model(name):
             models[name] = open_source(name)

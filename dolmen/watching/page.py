@@ -11,13 +11,12 @@ import hashlib
 import json
 from html import escape
 from pathlib import Path
-from string import Template
 from typing import Any, NamedTuple
 
-from dolmen import __version__
 from dolmen.core.messages import plural
 from dolmen.files import gate, write
-from dolmen.pages.style import house_style
+from dolmen.pages.page import figure as figure_html
+from dolmen.pages.page import fill
 from dolmen.watching.run import WatchedRun, differing, labels
 
 HERE = Path(__file__).parent
@@ -124,18 +123,18 @@ class Watched:
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
         connect = "" if every is None else "; connect-src 'self'"
         names = ", ".join(run.label for run in self.runs)
-        return Template(gate.read_text(HERE / "page.html", gate.MIB)).substitute(
+        return fill(
+            HERE / "page.html",
+            gate.read_text(HERE / "page.css", gate.MIB),
             # the only script that may run is ours, by its hash; nothing may be fetched
             policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
             f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'{connect}",
             title=escape(names if len(self.runs) <= 4 else plural(len(self.runs), "run")),
             under=escape(", ".join(str(run.folder) for run in self.runs)),
             live="" if every is None else f' data-every="{every:g}"',
-            style=house_style() + gate.read_text(HERE / "page.css", gate.MIB),
             figures="\n".join(map(_group, GROUPS)),
             data=escape_script_json(self.data()),
             script=script,
-            version=__version__,
         )
 
 
@@ -170,7 +169,5 @@ def _group(group: Group) -> str:
 
 def _figure(figure: Figure) -> str:
     """Return the HTML of an empty figure, which the script fills."""
-    return (
-        f'<figure id="figure-{figure.name}">\n<div class="plot"></div>\n<p class="read"></p>\n'
-        f"<figcaption>{escape(figure.caption)}</figcaption>\n</figure>"
-    )
+    empty = '<div class="plot"></div>\n<p class="read"></p>'
+    return figure_html(figure.name, empty, escape(figure.caption))

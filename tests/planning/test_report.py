@@ -12,9 +12,9 @@ from html.parser import HTMLParser
 import plans
 import pytest
 
+from dolmen.pages.svg import FILLS, Scale, round_step
+from dolmen.planning import figures
 from dolmen.planning.answer import format_compared
-from dolmen.planning.figures import front, memory, network, ranking, timeline
-from dolmen.planning.figures.svg import FILLS, Scale, round_step
 from dolmen.planning.plan import Candidate, Compared, Fleet
 from dolmen.planning.report import FIGURES, page, write_report
 
@@ -76,7 +76,7 @@ def test_page_is_whole_and_needs_nothing_else(text):
 def test_a_step_of_many_actions_is_still_small():
     """64 ranks, 1,024 actions of each: the beginning and the end are shown."""
     many = plans.plan(64, 256, "interleaved")
-    assert len(page(many)) < 2_000_000 and len(timeline.windows(many.timeline)) == 2
+    assert len(page(many)) < 2_000_000 and len(figures.windows(many.timeline)) == 2
 
 
 def test_summary_says_the_answer(text):
@@ -101,9 +101,9 @@ def test_names_are_text_and_no_markup():
 
 def test_bars_are_the_parts_of_a_step():
     """Widths of the first bar are shares of its seconds."""
-    svg = str(ranking.step(plans.plan()))
+    svg = str(figures.step(plans.plan()))
     bars = re.findall(r'width="([\d.]+)" height="28".*?<title>([^:]+): ([\d.e-]+) s', svg)[:8]
-    assert {name for _, name, _ in bars} == {ranking.NAMES[name] for name in plans.PARTS}
+    assert {name for _, name, _ in bars} == {figures.PART_NAMES[name] for name in plans.PARTS}
     widths = [float(width) for width, *_ in bars]
     for width, (_, _, seconds) in zip(widths, bars, strict=True):
         assert width / sum(widths) == pytest.approx(float(seconds) / 98, abs=2e-3)
@@ -111,27 +111,27 @@ def test_bars_are_the_parts_of_a_step():
 
 def test_memory_stacks_to_what_a_stage_holds():
     plan = plans.plan()
-    svg = str(memory.stages(plan))
+    svg = str(figures.rank_memory(plan))
     first = [float(x) for x in re.findall(r"<title>rank 0, [^:]+: ([\d.]+) GiB", svg)]
     assert sum(first) == pytest.approx(plan.ranked[0].memory[0].total / GIB, abs=0.05)
-    assert "a100: 80 GiB" in svg and svg.count("<title>rank ") == 8 * len(memory.KINDS)
+    assert "a100: 80 GiB" in svg and svg.count("<title>rank ") == 8 * len(figures.KINDS)
 
 
 def test_memory_follows_the_schedule():
     """1f1b: rank 0 of 8 holds 8 microbatches, 3 GiB of activations each here."""
     plan = plans.plan()
     stage = plan.ranked[0].memory[0]
-    held = memory.course(stage, plan.timeline, 0)
+    held = figures.course(stage, plan.timeline, 0)
     rest = stage.total - stage.live.activation
     assert held[0] == (rest + 3 * GIB, rest + 3 * GIB) and held[-1] == (rest + 3 * GIB, rest)
     assert max(most for most, _ in held) == stage.total
     counted = replace(stage, along=tuple(range(1, 49)))
-    assert memory.course(counted, plan.timeline, 0)[-1] == (48, 48)
+    assert figures.course(counted, plan.timeline, 0)[-1] == (48, 48)
 
 
 def test_every_action_is_a_box():
     plan = plans.plan()
-    svg = str(timeline.timeline(plan))
+    svg = str(figures.timeline(plan))
     boxes = sum(path.count("M") for path in re.findall(r'<path d="([^"]*)"[^>]*class="thin"', svg))
     assert boxes == 8 * 48 and svg.count("23% idle") == 8
 
@@ -139,7 +139,7 @@ def test_every_action_is_a_box():
 def test_front_leaves_out_what_is_larger_and_slower():
     plan = plans.plan()
     assert [fleet.gpus for fleet in plan.front] == [256, 512, 1024, 2048, 3072, 4480]
-    svg = str(front.front(plan))
+    svg = str(figures.front(plan))
     assert svg.count('class="off"') == 3 and svg.count('class="dot"') == 3 * 6
     # 81.1 days of 3,072 GPUs at 1.6 an hour; 384 nodes over 4 years, and 6.5 kW each
     fleet = Fleet(3072, plan.ranked[0].estimate, "")
@@ -148,17 +148,17 @@ def test_front_leaves_out_what_is_larger_and_slower():
     owned = 384 * 220_000 * days / (4 * 365.25) + 384 * 6.5 * 24 * days * 0.12
     assert plan.owning_cost(fleet) == pytest.approx(owned)
     free = replace(plan, prices=replace(plan.prices, rent=0, node=0))
-    assert "GPU-days" in str(front.front(free))
-    assert "only one number" in str(front.front(replace(plan, fleets=())))
+    assert "GPU-days" in str(figures.front(free))
+    assert "only one number" in str(figures.front(replace(plan, fleets=())))
 
 
 def test_cluster_is_drawn_as_far_as_it_is_used():
-    whole, pod, node = (str(network.cluster(plans.plan(nodes=n))) for n in (384, 100, 1))
+    whole, pod, node = (str(figures.cluster(plans.plan(nodes=n))) for n in (384, 100, 1))
     assert all(f"{tier}: " in whole for tier in ("core", "spine", "leaf"))
     assert "core" not in pod and "spine: 1 " in pod and "leaf: 5 " in pod
     assert "leaf" not in node and "1 nodes of 8" in node and "300 GB/s each way" in node
     none = replace(plans.plan(), ranked=(replace(plans.candidate(8, 8, 98.0), traffic=()),))
-    assert "Nothing crosses a link" in str(network.traffic(none))
+    assert "Nothing crosses a link" in str(figures.traffic(none))
 
 
 def test_fills_differ_without_colour():
@@ -168,8 +168,8 @@ def test_fills_differ_without_colour():
         red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
         return 0.299 * red + 0.587 * green + 0.114 * blue
 
-    step = [ranking.FILL.get(name, name) for name in ranking.NAMES]
-    for legend in (step, list(memory.KINDS), ["F", "B", "idle"], ["F", "I", "W", "idle"]):
+    step = [figures.FILL.get(name, name) for name in figures.PART_NAMES]
+    for legend in (step, list(figures.KINDS), ["F", "B", "idle"], ["F", "I", "W", "idle"]):
         for i, one in enumerate(legend):
             for other in legend[i + 1 :]:
                 (colour, hatch), (colour2, hatch2) = FILLS[one], FILLS[other]
