@@ -14,7 +14,7 @@ from dolmen.core.filesystem import expand
 from dolmen.core.messages import BadInput, brief
 from dolmen.planning import dryrun as dry
 from dolmen.planning import inference as serving_plan
-from dolmen.planning import outputs, search
+from dolmen.planning import report, search
 from dolmen.planning.config import DryrunConfig, DryrunRequest, PlanConfig, PlanRequest
 from dolmen.planning.dry_report import DryRunReport as Dry
 from dolmen.planning.plan import Plan
@@ -148,12 +148,12 @@ def plan(
             build_config(PlanConfig, COMMAND_ONLY, cluster=cluster, **options), explain=True
         )
         # before the search
-        outputs.check(config)
+        report.check(config)
         question = Question.from_request(_plan_request(model, config))
         plan = search.make_plan(question, config, progress)
         if config.as_recipe is not None:
             # the command that it returns is for people
-            outputs.write_recipe(question, plan, Path(config.as_recipe))
+            report.write_recipe(question, plan, Path(config.as_recipe))
         return plan
 
 

@@ -7,5 +7,4 @@ saved.py      what state.json keeps next to the tensors
 seal.py       digests of all files, written last and compared first
 metadata.py   the description of a DCP checkpoint
 folders.py    names of folders, and the renames that make a save atomic
-config.py     options under `--checkpoint`
 """

@@ -6,7 +6,6 @@ dolmen verify SOURCE [--against SOURCE2]    a short form; where the models diffe
                                             to name the first tensor that does
 """
 
-import json
 import sys
 from functools import partial
 
@@ -14,7 +13,6 @@ from dolmen.comparison.config import DiffConfig, DiffWork
 from dolmen.comparison.diff import THEIRS, diff, work
 from dolmen.conversion.source import ModelSource
 from dolmen.core.config import to_dict
-from dolmen.core.filesystem import expand
 from dolmen.core.log import console
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import Failed, as_bad_input
@@ -35,7 +33,7 @@ def run_evaluate(options: EvaluateConfig) -> int:
     """
     with as_bad_input():
         if not process.launched_here():
-            check_json(options.json)
+            write.check_json(options.json)
         resolved = processes.resolve(
             "evaluate",
             [options.source],
@@ -72,26 +70,11 @@ def run_evaluate(options: EvaluateConfig) -> int:
             scored = tasks.scores(loaded, tokenizer, options)
             screen.print(tasks.table(scored))
             content["tasks"] = scored
-        if mesh.first and options.json is not None:
-            save_json(content, options.json)
+        if mesh.first:
+            write.save_json(content, options.json)
         return 0
 
     return resolved.run(to_dict(options), work)
-
-
-def check_json(to: str | None) -> None:
-    """Raise ValueError for a file --json that exists already."""
-    if to is not None:
-        write.check_new("--json", to)
-
-
-def save_json(content: object, to: str, indent: int = 1) -> None:
-    """Write `content` as JSON to the file `to`. Raises ValueError if it cannot be written."""
-    try:
-        # atomic, so no half file is left
-        write.replace(expand(to), json.dumps(content, indent=indent) + "\n")
-    except OSError as error:
-        raise ValueError(f"--json {to}: {error.strerror}") from None
 
 
 def run_diff(options: DiffConfig | DiffWork) -> int:
@@ -103,7 +86,7 @@ def run_diff(options: DiffConfig | DiffWork) -> int:
         return process.run_worker(partial(_diff_worker, options))
     try:
         with as_bad_input():
-            check_json(options.json)
+            write.check_json(options.json)
             report = diff(options)
     except Failed as error:
         print(f"dolmen diff: {error}", file=sys.stderr)
@@ -111,9 +94,8 @@ def run_diff(options: DiffConfig | DiffWork) -> int:
     screen = console(True)
     screen.print(report.table())
     screen.print(f"\n{report}", markup=False, highlight=False)
-    if options.json is not None:
-        with as_bad_input():
-            save_json(report.as_dict(), options.json, indent=2)
+    with as_bad_input():
+        write.save_json(report.as_dict(), options.json, indent=2)
     return 0 if report.ok else 1
 
 

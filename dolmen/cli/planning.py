@@ -6,15 +6,13 @@ dolmen schedule NAME --pp 4 --microbatches 8
 dolmen schedule search --costs measured.json
 """
 
-import json
 from collections.abc import Iterator
 from math import isfinite, prod
 from pathlib import Path
-from typing import Any
 
 from dolmen.core.filesystem import expand
 from dolmen.core.log import console, say
-from dolmen.core.messages import BadInput, as_bad_input, escape, plural
+from dolmen.core.messages import BadInput, as_bad_input, escape, os_error_as_value, plural
 from dolmen.files import write
 from dolmen.parallel.schedule import SCHEDULES, Schedule, format_schedule, format_yaml
 from dolmen.parallel.simulation import (
@@ -25,7 +23,7 @@ from dolmen.parallel.simulation import (
     read_schedule,
     simulate_stages,
 )
-from dolmen.planning import answer, draw, outputs, search
+from dolmen.planning import answer, draw, report, search
 from dolmen.planning.action_lists import search as action_lists
 from dolmen.planning.action_lists.problem import Costs, from_file
 from dolmen.planning.action_lists.search import ShortestSchedule
@@ -49,7 +47,7 @@ def run_plan(options: PlanConfig) -> int:
             return measure_local_cluster()
         request = resolve_request(options)
         # before the search, which takes up to minutes
-        outputs.check(request.options)
+        report.check(request.options)
         if request.options.inference:
             return plan_inference(request)
         question = Question.from_request(request)
@@ -84,7 +82,7 @@ def print_plan(plan: Plan, options: PlanConfig) -> None:
     """Write the plan as JSON if --json is set; unless that goes to stdout, print the ranking, the
     comparison with the dry run, and budget (--tokens) and explanation (--explain) if requested.
     """
-    save(answer.plan_dict(plan), options.json)
+    write.save_json(answer.plan_dict(plan), options.json)
     # stdout holds the JSON only
     if options.json == "-":
         return
@@ -109,20 +107,18 @@ def write_files(question: Question, plan: Plan, options: PlanConfig) -> Iterator
     """
     if options.as_recipe is not None:
         file = Path(options.as_recipe)
-        yield f"wrote {escape(file)}: {outputs.write_recipe(question, plan, file)}"
+        yield f"wrote {escape(file)}: {report.write_recipe(question, plan, file)}"
     if options.report is not None:
-        try:
+        with os_error_as_value(f"--report {options.report}"):
             page = write_report(add_fleets(question, plan), Path(options.report))
             yield f"wrote {escape(page)}"
-        except OSError as error:
-            raise ValueError(f"--report {options.report}: {error.strerror}") from None
 
 
 def plan_inference(request: PlanRequest) -> int:
     """Print the table of tensor-parallel sizes for inference, and write --json. Returns 0."""
     options = request.options
     found = inference(Question.from_request(request), options.batch, options.length)
-    save(answer.inference_dict(found), options.json)
+    write.save_json(answer.inference_dict(found), options.json)
     if options.json != "-":
         screen = console()
         screen.print(answer.inference_title(found))
@@ -130,29 +126,12 @@ def plan_inference(request: PlanRequest) -> int:
     return 0
 
 
-def save(content: dict[str, Any], to: str | None) -> None:
-    """Write `content` as JSON to the file `to`, or print it for "-"; nothing for None. Raises
-    ValueError if it cannot be written.
-    """
-    if to is None:
-        return
-    text = json.dumps(content, indent=1) + "\n"
-    if to == "-":
-        print(text, end="")
-        return
-    try:
-        write.replace(Path(to), text)
-    except OSError as error:
-        raise ValueError(f"--json {to}: {error.strerror}") from None
-
-
 def run_dryrun(request: DryrunRequest) -> int:
     """Run `dolmen dryrun`: print the table of the ranks, and write --json. Returns 0. Raises
     BadInput.
     """
     with as_bad_input():
-        if request.options.json is not None:
-            write.check_new("--json", request.options.json)
+        write.check_json(request.options.json)
         # needs no torch, so mistakes are found in milliseconds
         check_layout(request)
         # torch takes seconds to import: what cannot be run is refused before
@@ -165,11 +144,8 @@ def run_dryrun(request: DryrunRequest) -> int:
     if note := uneven_stages(report.run):
         screen.print(note)
     screen.print(report.table())
-    if request.options.json is not None:
-        try:
-            write.replace(Path(request.options.json), json.dumps(report.as_dict(), indent=1) + "\n")
-        except OSError as error:
-            raise BadInput(f"--json {request.options.json}: {error.strerror}") from None
+    with as_bad_input():
+        write.save_json(report.as_dict(), request.options.json)
     return 0
 
 

@@ -12,8 +12,7 @@ State and compute
     state.py         the bridge between DTensors at rest and local tensors
     autograd.py      `torch.autograd.Function` with types, and activation recomputation
     device.py        the device of a process, and the only way to read from it
-    determinism.py   deterministic algorithms on a GPU
-    rng.py           seeds derived from names
+    determinism.py   seeds by name; deterministic algorithms on a GPU
     profiling.py     names of the parts of a step, for a profile
     torch_private/   private names of torch and transformers, each with a reason and a test
 Options, files, messages

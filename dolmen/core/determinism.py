@@ -5,8 +5,12 @@ On a CPU all of a run is, with or without. A GPU's atomic additions come in any 
 FlashAttention's backward, of `index_put`, `index_add` and `scatter_add`, of cuBLAS's shared
 workspaces, and of a switch that adds up for NCCL (NVLS). Each has another way, which torch takes
 where its flag is set: NCCL's if that is so before the process group is made.
+
+Random streams are derived from names (`seed_of`), never consumed: what is drawn for (seed, name,
+step) is the same in any order, on any rank, and after a resume.
 """
 
+import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,3 +86,15 @@ def _explain(text: str) -> str | None:
             "use --train.no-deterministic"
         )
     return None
+
+
+def seed_of(*names: int | str) -> int:
+    """Return a seed of 63 bits, a hash of `names`: a run's seed and what it is for. Seeds of
+    different names are unrelated.
+    """
+    return (
+        int.from_bytes(
+            hashlib.blake2b("/".join(map(str, names)).encode(), digest_size=8).digest(), "little"
+        )
+        >> 1
+    )

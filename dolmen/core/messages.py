@@ -52,6 +52,17 @@ def as_bad_input(*types: type[Exception]) -> Iterator[None]:
         raise BadInput(message(error)) from None
 
 
+@contextmanager
+def os_error_as_value(option: str) -> Iterator[None]:
+    """Context manager: turn an OSError inside into a ValueError that begins with `option`, an
+    option with its value.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{option}: {error.strerror or error}") from None
+
+
 COMMAND = r"\bdolmen (?:export|generate|train) [^;)]*"
 OPTION = r"(?<![\w./-])(--)?([a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*)(?![\w/-])"
 SAID = re.compile(f"{COMMAND}|{OPTION}")

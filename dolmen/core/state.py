@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from dolmen.core import collectives
+from dolmen.core.determinism import seed_of
 from dolmen.core.mesh import Axis, Mesh
-from dolmen.core.rng import seed_of
 from dolmen.core.torch_private import sharding, strings
 
 __all__ = [

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from dolmen.core.determinism import seed_of
 from dolmen.core.messages import plural
-from dolmen.core.rng import seed_of
 from dolmen.data import chat_loader
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.base_loader import Description, HeldOutRows, Loader

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Int64
 
-from dolmen.core.rng import seed_of
+from dolmen.core.determinism import seed_of
 from dolmen.data.batch import FOLLOWS, Batch
 from dolmen.data.tokenizer import PreTrainedTokenizer, vocabulary_size
 from dolmen.ops.attention import Documents

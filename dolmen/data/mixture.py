@@ -29,7 +29,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from dolmen.core.rng import seed_of
+from dolmen.core.determinism import seed_of
 
 
 class TokenStream:

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from jaxtyping import Int64
 
-from dolmen.core.rng import seed_of
+from dolmen.core.determinism import seed_of
 from dolmen.data.batch import Batch
 from dolmen.data.examples import Examples
 from dolmen.data.mixture import Part, TokenStream, permute_index

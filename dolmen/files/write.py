@@ -3,6 +3,7 @@ into a file with a second name.
 """
 
 import errno
+import json
 import os
 import stat
 from contextlib import suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from dolmen.core.filesystem import expand
+from dolmen.core.messages import os_error_as_value
 
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
@@ -76,6 +78,26 @@ def replace(file: Path, content: bytes | str, lasting: bool = True) -> None:
             os.fsync(stream.fileno())
     # atomic: readers see the old or the new content
     part.rename(file)
+
+
+def check_json(to: str | None) -> None:
+    """Raise ValueError if the file of --json exists already or cannot be made. None, and "-" for
+    stdout, are fine.
+    """
+    if to not in (None, "-"):
+        check_new("--json", to)
+
+
+def save_json(content: object, to: str | None, indent: int = 1) -> None:
+    """Write `content` as JSON to the file of --json, or to stdout for "-"; nothing for None. Raises
+    ValueError if it cannot be written.
+    """
+    text = json.dumps(content, indent=indent) + "\n"
+    if to == "-":
+        print(text, end="")
+    elif to is not None:
+        with os_error_as_value(f"--json {to}"):
+            replace(expand(to), text)
 
 
 def folder(inside: Path, name: str | Path) -> Path:

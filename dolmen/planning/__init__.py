@@ -25,7 +25,7 @@ Search and results
     search.py        the fastest layouts and their neighbours
     winner.py        the first ones, dry-run
     plan.py          the result, as data
-    answer.py, report.py, outputs.py  as text, as a page, as files
+    answer.py, report.py  as text; as a page and other files
     inference.py     weights and KV cache of generation
     config.py        options of `plan` and `dryrun`
     figures.py       drawings of the page

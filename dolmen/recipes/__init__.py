@@ -9,14 +9,13 @@ config.json. Options and YAML files change them (overrides.py).
 from collections.abc import Callable
 from dataclasses import replace
 
-from dolmen.checkpoint.config import CheckpointConfig
 from dolmen.data.config import DataConfig
 from dolmen.families import Model
 from dolmen.model.layout import Layout
 from dolmen.optim.config import OptimizerConfig
 from dolmen.recipes import pretraining, tuning
 from dolmen.recipes.pretraining import FRESH, large
-from dolmen.training.config import FinishConfig, LogConfig, RunConfig, TrainConfig
+from dolmen.training.config import CheckpointConfig, FinishConfig, LogConfig, RunConfig, TrainConfig
 
 
 def pretrain() -> RunConfig:

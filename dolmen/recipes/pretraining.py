@@ -4,10 +4,9 @@
 
 from typing import Any
 
-from dolmen.checkpoint.config import CheckpointConfig
 from dolmen.families import Model
 from dolmen.optim.config import OptimizerConfig
-from dolmen.training.config import RunConfig, TrainConfig
+from dolmen.training.config import CheckpointConfig, RunConfig, TrainConfig
 
 # A model made here has no tokenizer yet, and its weights are stored as they are trained.
 FRESH = {

@@ -36,8 +36,8 @@ from torch import Tensor
 
 from dolmen.checkpoint.folders import Damaged
 from dolmen.core import consensus
+from dolmen.core.determinism import seed_of
 from dolmen.core.mesh import Mesh
-from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
 from dolmen.data.mixture import permute_index
 from dolmen.model.decoder import Decoder

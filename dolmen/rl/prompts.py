@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from dolmen.core.determinism import seed_of
 from dolmen.core.messages import plural
-from dolmen.core.rng import seed_of
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.base_loader import Description, Loader
 from dolmen.data.batch import Batch

@@ -10,7 +10,6 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dolmen.checkpoint.config import CheckpointConfig
 from dolmen.core.config import (
     AboveZero,
     Below1,
@@ -34,6 +33,19 @@ from dolmen.ops.exact import Exact, ExactConfig
 from dolmen.ops.fp8_recipe import DELAYED, Fp8, Fp8Config, Precision
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rl.config import CriticConfig, PPOConfig, RolloutConfig
+
+
+@config("checkpoint")
+class CheckpointConfig:
+    """Checkpoints of a run: asynchronous, readable at any other layout. The last step is always
+    saved.
+    """
+
+    every: Count = 0
+    """Steps between checkpoints; 0 saves the last one only."""
+    keep: Count = 2
+    """Newest checkpoints kept; 0 keeps all."""
+
 
 TRACKER_NAMES = ("tensorboard", "wandb", "trackio")
 HANG_SECONDS = 1e8  # three years; clocks of the system count no more than 300

@@ -38,8 +38,8 @@ import torch
 from torch import Tensor
 
 from dolmen.core import collectives, device, profiling
+from dolmen.core.determinism import seed_of
 from dolmen.core.mesh import Mesh
-from dolmen.core.rng import seed_of
 from dolmen.data.batch import Batch
 from dolmen.model.routing_replay import replay_routes
 from dolmen.model.spec import ScalarHeadSpec

@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dolmen.core.messages import plural
+from dolmen.core.messages import os_error_as_value, plural
 from dolmen.files import gate, write
 from dolmen.pages.page import figure as figure_html
 from dolmen.pages.page import fill
@@ -152,10 +152,8 @@ def write_page(folders: list[Path], to: Path) -> Path:
     to = write.check_new("--out", to)
     # folders are checked before the file is made
     watched = Watched(folders)
-    try:
+    with os_error_as_value(f"--out {to}"):
         write.replace(to, watched.page(), lasting=False)
-    except OSError as error:
-        raise ValueError(f"--out {to}: {error.strerror}") from None
     return to
 
 

@@ -19,6 +19,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
+from dolmen.core.messages import os_error_as_value
 from dolmen.watching.config import ShowConfig
 from dolmen.watching.page import Watched
 
@@ -139,10 +140,8 @@ def serve(folders: list[Path], config: ShowConfig) -> None:
     folder without a run, and for an address that is not available.
     """
     shown = Shown(Watched(folders), config.every)
-    try:
+    with os_error_as_value(f"--host {config.host} --port {config.port}"):
         server = Server(shown, config.host, config.port)
-    except OSError as error:
-        raise ValueError(f"--host {config.host} --port {config.port}: {error.strerror}") from None
     print(f"open {server.address}", flush=True)
     print("Ctrl-C stops the server; the open page keeps its last state", flush=True)
     with server:

@@ -12,10 +12,10 @@ import tinyrun
 import yaml
 from tinyrun import dolmen, losses, rows, same, steps, tensors
 
-from dolmen.checkpoint.config import CheckpointConfig
 from dolmen.files import kinds
 from dolmen.files.rows import Tail
 from dolmen.model.layout import Layout
+from dolmen.training.config import CheckpointConfig
 from dolmen.training.request import read_run
 
 material, one_thread = tinyrun.material, tinyrun.one_thread

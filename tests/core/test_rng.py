@@ -2,7 +2,7 @@
 
 from itertools import permutations
 
-from dolmen.core.rng import seed_of
+from dolmen.core.determinism import seed_of
 
 
 def test_names_of_a_seed_are_told_apart():

@@ -14,7 +14,7 @@ import torch
 import variations
 from table import Layout
 
-from dolmen.core import collectives, rng, state, transfers
+from dolmen.core import collectives, determinism, state, transfers
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.model import mlp
 from dolmen.ops.attention import Attend, Documents
@@ -228,13 +228,13 @@ CONTROLS = {
     "dropout without the seed": (
         "dropout",
         PLAIN,
-        damages.constant(step, "seed_of", lambda seed, *names: rng.seed_of(0, *names)),
+        damages.constant(step, "seed_of", lambda seed, *names: determinism.seed_of(0, *names)),
         {"seed": variations.OTHER_SEED},
     ),
     "weights without the seed": (
         "llama",
         PLAIN,
-        damages.constant(state, "seed_of", lambda seed, *names: rng.seed_of(0, *names)),
+        damages.constant(state, "seed_of", lambda seed, *names: determinism.seed_of(0, *names)),
         {"seed": variations.OTHER_SEED},
     ),
 }

@@ -6,11 +6,11 @@
 On SIGINT or SIGTERM, the server takes no further request, and open ones have --grace seconds; on a
 second signal, none. Then the loop stops on every rank, and the processes end by themselves.
 
-A connection has limits for clients that are slow to send or to read (`limited_protocol`), since
+A connection has limits for clients that are slow to send or to read (`LimitedConnection`), since
 uvicorn and h11 leave three gaps. They wait without end for the head (request line and headers) of a
 request; they bound the bytes of a head only while it is incomplete, so one that arrives at once may
 have any size; and they wait without end for a client to read its response, also when they close the
-connection, since asyncio's `transport.close()` sends what is buffered first. `limited_protocol`
+connection, since asyncio's `transport.close()` sends what is buffered first. `LimitedConnection`
 closes these gaps, and hands `transport.abort` to the application as `request.state.abort`.
 """
 
@@ -35,7 +35,7 @@ from dolmen.conversion.source import ModelSource
 from dolmen.core.filesystem import expand
 from dolmen.core.log import say
 from dolmen.core.mesh import Mesh
-from dolmen.core.messages import escape
+from dolmen.core.messages import escape, os_error_as_value
 from dolmen.data.template import tokenizer_template
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate
@@ -75,103 +75,102 @@ class HeadLimitParser(h11.Connection):
         return super().next_event()
 
 
-def limited_protocol(head_bytes: int, head_time: float, read_time: float) -> type[H11Protocol]:
-    """Return a connection class for uvicorn. A connection ends if a head has more than
-    `head_bytes`, or is not complete `head_time` seconds after it began (the first one begins with
-    the connection), or if the client leaves a response unread for `read_time` seconds.
+class LimitedConnection(H11Protocol):
+    """uvicorn's connection with limits. It ends if a head has more than `head_bytes`, or is not
+    complete `head_time` seconds after it began (the first one begins with the connection), or if
+    the client leaves a response unread for `read_time` seconds. A subclass sets these three.
     """
 
-    class Connection(H11Protocol):
-        """uvicorn's connection with timers for the head and for unread responses."""
+    head_bytes: int
+    head_time: float
+    read_time: float
 
-        head_timer: asyncio.TimerHandle | None = None
-        read_timer: asyncio.TimerHandle | None = None
+    head_timer: asyncio.TimerHandle | None = None
+    read_timer: asyncio.TimerHandle | None = None
 
-        def __init__(self, config: Config, *args: Any, **kwargs: Any):
-            """Replace the parser, and hand `abort` to the application in `request.state`."""
-            super().__init__(config, *args, **kwargs)
-            self.conn = HeadLimitParser(head_bytes)
-            # uvicorn copies it to the state of each request
-            self.app_state = {**self.app_state, "abort": self._abort}
+    def __init__(self, config: Config, *args: Any, **kwargs: Any):
+        """Replace the parser, and hand `abort` to the application in `request.state`."""
+        super().__init__(config, *args, **kwargs)
+        self.conn = HeadLimitParser(self.head_bytes)
+        # uvicorn copies it to the state of each request
+        self.app_state = {**self.app_state, "abort": self._abort}
 
-        def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as uvicorn's
-            """Start the timer of the first head."""
-            super().connection_made(transport)
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as uvicorn's
+        """Start the timer of the first head."""
+        super().connection_made(transport)
+        self._begin_head()
+
+    def data_received(self, data: bytes) -> None:
+        """Stop the head's timer when it is complete; start it with the first bytes of the next
+        one.
+        """
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:  # the head is complete, or nothing more comes
+            self._end_head()
+        elif self.head_timer is None:
             self._begin_head()
 
-        def data_received(self, data: bytes) -> None:
-            """Stop the head's timer when it is complete; start it with the first bytes of the next
-            one.
-            """
-            super().data_received(data)
-            if self.conn.their_state is not h11.IDLE:  # the head is complete, or nothing more comes
-                self._end_head()
-            elif self.head_timer is None:
-                self._begin_head()
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop both timers."""
+        self._end_head()
+        self._end_reading()
+        super().connection_lost(exc)
 
-        def connection_lost(self, exc: Exception | None) -> None:
-            """Stop both timers."""
-            self._end_head()
-            self._end_reading()
-            super().connection_lost(exc)
+    def pause_writing(self) -> None:
+        """Start the read timer: the write buffer is full, so the client does not read."""
+        super().pause_writing()
+        self._end_reading()
+        self.read_timer = self.loop.call_later(self.read_time, self._abort)
 
-        def pause_writing(self) -> None:
-            """Start the read timer: the write buffer is full, so the client does not read."""
-            super().pause_writing()
-            self._end_reading()
-            self.read_timer = self.loop.call_later(read_time, self._abort)
+    def resume_writing(self) -> None:
+        """Stop the read timer: the client has read."""
+        super().resume_writing()
+        self._end_reading()
 
-        def resume_writing(self) -> None:
-            """Stop the read timer: the client has read."""
-            super().resume_writing()
-            self._end_reading()
+    def on_response_complete(self) -> None:
+        """Start the read timer if the connection closes with data in its buffer."""
+        super().on_response_complete()
+        # asyncio sends the buffer before it closes, however long the client takes
+        if self.transport.is_closing() and self.read_timer is None:
+            self.read_timer = self.loop.call_later(self.read_time, self._abort)
 
-        def on_response_complete(self) -> None:
-            """Start the read timer if the connection closes with data in its buffer."""
-            super().on_response_complete()
-            # asyncio sends the buffer before it closes, however long the client takes
-            if self.transport.is_closing() and self.read_timer is None:
-                self.read_timer = self.loop.call_later(read_time, self._abort)
+    def timeout_keep_alive_handler(self) -> None:
+        """Close an idle connection, and abort it ERROR_TIME seconds later."""
+        super().timeout_keep_alive_handler()
+        self.loop.call_later(ERROR_TIME, self._abort)
 
-        def timeout_keep_alive_handler(self) -> None:
-            """Close an idle connection, and abort it ERROR_TIME seconds later."""
-            super().timeout_keep_alive_handler()
+    def shutdown(self) -> None:
+        """Close the connection as the server stops, and abort it ERROR_TIME seconds later."""
+        super().shutdown()
+        if self.transport.is_closing():
             self.loop.call_later(ERROR_TIME, self._abort)
 
-        def shutdown(self) -> None:
-            """Close the connection as the server stops, and abort it ERROR_TIME seconds later."""
-            super().shutdown()
-            if self.transport.is_closing():
-                self.loop.call_later(ERROR_TIME, self._abort)
+    def _close(self) -> None:
+        """Close the connection, and abort it ERROR_TIME seconds later if the client does not
+        read.
+        """
+        self.transport.close()
+        self.loop.call_later(ERROR_TIME, self._abort)
 
-        def _close(self) -> None:
-            """Close the connection, and abort it ERROR_TIME seconds later if the client does not
-            read.
-            """
-            self.transport.close()
-            self.loop.call_later(ERROR_TIME, self._abort)
+    def _abort(self) -> None:
+        """Close the connection at once and drop what is buffered."""
+        self.transport.abort()
 
-        def _abort(self) -> None:
-            """Close the connection at once and drop what is buffered."""
-            self.transport.abort()
+    def _begin_head(self) -> None:
+        """Start the timer that closes the connection if the head is not complete in time."""
+        self.head_timer = self.loop.call_later(self.head_time, self._close)
 
-        def _begin_head(self) -> None:
-            """Start the timer that closes the connection if the head is not complete in time."""
-            self.head_timer = self.loop.call_later(head_time, self._close)
+    def _end_head(self) -> None:
+        """Stop the head's timer."""
+        if self.head_timer is not None:
+            self.head_timer.cancel()
+            self.head_timer = None
 
-        def _end_head(self) -> None:
-            """Stop the head's timer."""
-            if self.head_timer is not None:
-                self.head_timer.cancel()
-                self.head_timer = None
-
-        def _end_reading(self) -> None:
-            """Stop the read timer."""
-            if self.read_timer is not None:
-                self.read_timer.cancel()
-                self.read_timer = None
-
-    return Connection
+    def _end_reading(self) -> None:
+        """Stop the read timer."""
+        if self.read_timer is not None:
+            self.read_timer.cancel()
+            self.read_timer = None
 
 
 MAX_KEY_BYTES = 4096  # bytes of a file with a key
@@ -203,13 +202,9 @@ def resolve_key(config: ServeConfig) -> str:
 
 def bind_socket(config: ServeConfig) -> socket.socket:
     """Return a socket that listens at --host and --port. Raises ValueError if it cannot."""
-    try:
+    with os_error_as_value(f"--host {config.host} --port {config.port}"):
         family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
         return socket.create_server((config.host, config.port), family=family, backlog=2048)
-    except OSError as error:
-        raise ValueError(
-            f"--host {config.host} --port {config.port}: {error.strerror or error}"
-        ) from None
 
 
 def build_parser(
@@ -396,9 +391,14 @@ def _uvicorn_config(application: FastAPI, config: ServeConfig) -> uvicorn.Config
     """Return uvicorn's options: limited connections, no websockets, no lifespan events, and no
     access log.
     """
+    limits = {
+        "head_bytes": config.max_head_bytes,
+        "head_time": config.head_time,
+        "read_time": config.time_limit,
+    }
     return uvicorn.Config(
         application,
-        http=limited_protocol(config.max_head_bytes, config.head_time, config.time_limit),
+        http=type("Connection", (LimitedConnection,), limits),
         ws="none",
         loop="asyncio",
         lifespan="off",
