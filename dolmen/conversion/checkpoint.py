@@ -231,7 +231,7 @@ def open_run(folder: Path, model: Model | None = None) -> RunCheckpoint:
         raise Damaged(f"{folder / STATE}: {error}") from None
     # a run with --init has its special tokens from that config.json
     if kept.run.get("init") is None:
-        own = _make_model(own, _tokenizer(folder))
+        own = with_special_tokens(add_standard_fields(own), _tokenizer(folder))
     model, adapter = model or own, training.adapter
     # adapters are merged on reading, so the spec has none
     model_spec = replace(training, adapter=None).apply_to(model.spec)
@@ -255,13 +255,6 @@ def critic(source: RunCheckpoint) -> RunCheckpoint:
     # same body, another head: hidden_size -> 1
     model_spec = replace(source.spec, head=model.spec.head)
     return replace(source, model=model, own=model, spec=model_spec, part=CRITIC)
-
-
-def _make_model(model: Model, tokenizer: Path | None) -> Model:
-    """Complete a model that was not initialised from a config.json: its family's standard fields,
-    and eos_token_id from the tokenizer.
-    """
-    return with_special_tokens(add_standard_fields(model), tokenizer)
 
 
 def _tokenizer(folder: Path) -> Path | None:

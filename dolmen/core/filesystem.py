@@ -82,11 +82,3 @@ def may_be_hub_id(name: str) -> bool:
 def is_absent(name: str | Path) -> bool:
     """Return True if a name can only be a folder (no hub id), and there is none."""
     return not expand(name).is_dir() and not may_be_hub_id(str(name))
-
-
-def refuse_empty(option: str, *names: str | None) -> None:
-    """Raise ValueError if one of the names is empty: as the value of a variable of a shell that was
-    never set, it would be taken for the option's default, or for the current folder.
-    """
-    if any(name is not None and not name.strip() for name in names):
-        raise ValueError(f"{option} is empty: give a name, or leave the option out")

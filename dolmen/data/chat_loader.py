@@ -92,7 +92,8 @@ def prepare(
     description = _describe(mixture, validation, config)
     details = []
     if say == "end":
-        set_padding(inputs.tokenizer)
+        # not EOS: transformers finds the end of a text, where it reads the reward, by its padding
+        inputs.tokenizer.pad_token_id = tokenizers.padding(inputs.tokenizer)
         details.append(_describe_padding(inputs.tokenizer))
     # one example is shown in the header, to check the template by eye
     what, first = "judged" if say == "end" else "trained", int(mixture.chosen[0])
@@ -151,14 +152,6 @@ def _describe(mixture: PackedRows, validation: PackedRows, config: DataConfig) -
             held = f"{plural(len(validation.chosen), 'chat')}, {validation.tokens:,} tokens"
     none = "none (--data.validation-fraction is 0)"
     return Description(training, held if len(validation.chosen) else none, tuple(changes))
-
-
-def set_padding(tokenizer: PreTrainedTokenizer) -> None:
-    """Set the pad token of a tokenizer that is saved with a reward model to a token that is not
-    EOS, or to None: transformers finds the end of a text, where it reads the reward, by looking for
-    padding.
-    """
-    tokenizer.pad_token_id = tokenizers.padding(tokenizer)
 
 
 def _describe_padding(tokenizer: PreTrainedTokenizer) -> str:

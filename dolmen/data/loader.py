@@ -1,6 +1,6 @@
-"""Builds the loader of a run from its data options (`prepare_loader`, whose cheap first part is
-`check_inputs`), and the loader of text: windows of a mixture to train on, and validation text read
-once, from its first token to its last (`InOrder`).
+"""Builds the loader of a run from its checked inputs (`load`, after `check_inputs`), and the loader
+of text: windows of a mixture to train on, and validation text read once, from its first token to
+its last (`InOrder`).
 
     tokens    a b c . d e .                two documents; `.` is the end-of-text token
     windows   .|a b c    c|. d e    e|. -  of 3 predictions: the token before |, and what it is to
@@ -25,7 +25,7 @@ from dolmen.data.base_loader import Description, HeldOutRows, Loader
 from dolmen.data.batch import Batch
 from dolmen.data.config import DataConfig
 from dolmen.data.corpus import Corpus, total_size
-from dolmen.data.inputs import Inputs, check_inputs, open_corpus
+from dolmen.data.inputs import Inputs, open_corpus
 from dolmen.data.masked_lm import Cloze, cloze_for_tokenizer
 from dolmen.data.mixture import TokenStream
 from dolmen.data.order import Order, data_sets, make_order
@@ -211,30 +211,6 @@ def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
     ]
 
 
-def prepare_loader(
-    config: DataConfig,
-    tokenizer: str | None,
-    vocab_size: int | None,
-    sequence_length: int,
-    global_batch_size: int,
-    seed: int,
-    progress: bool = True,
-    verify: bool = True,
-    steps: int | None = None,
-    model: ModelSpec | None = None,
-) -> Loader:
-    """Build a run's loader from its data options: check, tokenise or open the cache, hold out, mix
-    or pack. `verify`: try the tokenizer's regular expressions and compare the cache with its
-    digests (once per host). `steps`: of the whole run, which Megatron's order needs. `model`: reads
-    the batches; a bidirectional one gets masked tokens. Raises ValueError.
-    """
-    # cheap refusals first: tokenising may take hours
-    inputs = check_inputs(config, tokenizer, vocab_size, sequence_length, progress, verify)
-    return load(
-        config, inputs, sequence_length, global_batch_size, seed, progress, verify, steps, model
-    )
-
-
 def load(
     config: DataConfig,
     inputs: Inputs,
@@ -246,8 +222,10 @@ def load(
     steps: int | None = None,
     model: ModelSpec | None = None,
 ) -> Loader:
-    """Build the loader of inputs that `check_inputs` has opened; the other arguments are those of
-    `prepare_loader`.
+    """Build the loader of inputs that `check_inputs` has opened: tokenise or open the cache, hold
+    out, mix or pack. `verify`: compare the cache with its digests (once per host). `steps`: of the
+    whole run, which Megatron's order needs. `model`: reads the batches; a bidirectional one gets
+    masked tokens. Raises ValueError.
     """
     if config.rows != "text":
         return chat_loader.prepare(

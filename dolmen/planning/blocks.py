@@ -138,7 +138,11 @@ class _Block(Maker):
         """Return all rows of the block, in the order of forward."""
         around, kind = self.block.arrangement, self.block.norm.kind
         separate = around.additions == 2
-        attention = [name for name in self.matrix_names("attn.") if name != "attn.o.weight"]
+        attention = [
+            name
+            for name, leaf in self.leaves.items()
+            if name.startswith("attn.") and leaf.products and name != "attn.o.weight"
+        ]
         steps = [
             self.norm("attn_norm", kind),
             self.column_parallel("attn.qkv", self.linears("attn.qkv", attention)),
@@ -162,10 +166,6 @@ class _Block(Maker):
             state = LedgerRow("F", "random", "host", "copy", read=self.program.random_state)
             steps.append(([state], []))
         return Operations.join(steps)
-
-    def matrix_names(self, prefix: str) -> list[str]:
-        """Return the names of the weight matrices whose name begins with `prefix`."""
-        return [n for n, leaf in self.leaves.items() if n.startswith(prefix) and leaf.products]
 
     def local_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the part of a matrix that this rank multiplies. Key and value heads

@@ -11,7 +11,7 @@ from dolmen.core import log
 from dolmen.core.messages import plural
 from dolmen.model import count
 from dolmen.ops.kernels import Hardware
-from dolmen.planning.ledger import WORDS, Ledger, LedgerRow, Live
+from dolmen.planning.ledger import WORDS, Ledger, LedgerRow
 from dolmen.training.config import RunConfig
 
 
@@ -66,7 +66,7 @@ class DryRunReport:
             for one in self.ledgers
         ]
         self._add_rows(
-            table, "sent: messages and bytes", sent, lambda both: f"{both[0]:,}  {_gib(both)}"
+            table, "sent: messages and bytes", sent, lambda both: f"{both[0]:,}  {log.gib(both[1])}"
         )
         return table
 
@@ -77,11 +77,6 @@ class DryRunReport:
         for name in sorted({name for values in rank_values for name in values}):
             cells = [format(values[name]) if name in values else "-" for values in rank_values]
             table.add_row(f"  {name}", *cells)
-
-
-def _gib(both: tuple[int, int]) -> str:
-    """Format the bytes of a (count, bytes) pair."""
-    return log.gib(both[1])
 
 
 def _peak_place(ledger: Ledger) -> str:
@@ -120,15 +115,10 @@ def _rank_dict(ledger: Ledger) -> dict[str, Any]:
     return {
         "rank": ledger.rank,
         "peak_bytes": ledger.peak,
-        "live_bytes": named_bytes(ledger.at_peak),
+        "live_bytes": {WORDS[kind]: size for kind, size in ledger.at_peak._asdict().items()},
         "flops": ledger.flops,
         "collectives": [
             {"axis": axis, "op": op, "count": often, "bytes": size}
             for (axis, op), (often, size) in _sends_by_axis(ledger).items()
         ],
     }
-
-
-def named_bytes(live: Live) -> dict[str, int]:
-    """Return bytes by kind, under the names that reports use."""
-    return {WORDS[kind]: size for kind, size in live._asdict().items()}

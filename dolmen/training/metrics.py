@@ -113,13 +113,11 @@ def completion_as_markdown(row: Mapping[str, Any]) -> str:
     reward = f"reward {row['reward']:.4g}" if "reward" in row else "no reward"
     end = "finished" if row["finished"] else "truncated"
     facts = f"**{reward}, {plural(row['tokens'], 'token')}, {end}**"
-    prompt, completion = (_indent_code(row[name]) for name in ("prompt", "completion"))
+    prompt, completion = (
+        "\n".join(f"    {line}" for line in row[name].splitlines())
+        for name in ("prompt", "completion")
+    )
     return "\n\n".join([facts, "prompt:", prompt, "completion:", completion])
-
-
-def _indent_code(text: str) -> str:
-    """Return the text as a code block of Markdown: each line indented by four spaces."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
 
 
 class TensorBoard:

@@ -325,7 +325,11 @@ def _sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Adde
     ]
     content = sentencepiece_model.add_pieces(model, [*filled, *pieces])
     merged = sentencepiece_model.parse(content, "the merged model")
-    name = base.where.name if base.where.is_file() else _model_name(base.where)
+    name = (
+        base.where.name
+        if base.where.is_file()
+        else next(name for name in MODELS if (base.where / name).is_file())
+    )
     files: Files = {name if name in MODELS else MODELS[0]: content}
     if base.content is None:
         files[JSON] = sentencepiece_as_json(merged)
@@ -384,11 +388,6 @@ def write(folder: Path, files: Files) -> None:
         else:
             text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
             (folder / name).write_text(text, encoding="utf-8")
-
-
-def _model_name(folder: Path) -> str:
-    """Name of the sentencepiece model file in a folder."""
-    return next(name for name in MODELS if (folder / name).is_file())
 
 
 def _config(place: Path) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from loading import prepare_loader
 
 from dolmen.data.config import DataConfig
-from dolmen.data.loader import prepare_loader
 from dolmen.data.tokenizer import load_tokenizer, train_bpe
 from dolmen.files import indexed
 

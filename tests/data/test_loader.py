@@ -10,12 +10,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from loading import prepare_loader
 
 from dolmen.data import corpus as corpora
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.data.config import DataConfig
 from dolmen.data.inputs import check_inputs
-from dolmen.data.loader import changes, prepare_loader
+from dolmen.data.loader import changes
 
 
 def same(a, b):

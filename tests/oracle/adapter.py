@@ -22,6 +22,7 @@ from unittest import mock
 import numpy as np
 import torch
 import trainer
+from loading import prepare_loader
 from safetensors.torch import load_file
 from stored import exported_trained
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -32,7 +33,6 @@ from transformers import PreTrainedTokenizerFast
 import dolmen
 from dolmen.checkpoint.reader import locate, open_checkpoint
 from dolmen.conversion import hf_export
-from dolmen.data import loader
 from dolmen.data.config import DataConfig
 from dolmen.data.loader import TextLoader
 from dolmen.families import Model
@@ -147,9 +147,7 @@ def dump(data: Data, made: Material) -> dict[str, np.ndarray]:
     given = made.options
     config = DataConfig(**given | {"path": (given["path"],)}, document_mask=data.masked)
     with patched(data):
-        made = loader.prepare_loader(
-            config, None, VOCABULARY, data.length, data.rows, data.seed, False
-        )
+        made = prepare_loader(config, None, VOCABULARY, data.length, data.rows, data.seed, False)
         parts = {
             "": [made.batch(step) for step in range(data.steps)],
             "held_": list(made.validation_batches()),

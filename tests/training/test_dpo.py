@@ -13,6 +13,7 @@ import pytest
 import tinyrun
 import torch
 import transformers
+from loading import prepare_loader
 from tinyrun import dolmen, losses, rows
 from transformers import AutoModelForCausalLM
 
@@ -21,7 +22,6 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.data.config import DataConfig
 from dolmen.data.examples import pair_of
-from dolmen.data.loader import prepare_loader
 from dolmen.files.gate import Refused
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.objectives.preference import DPO

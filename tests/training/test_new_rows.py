@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 import tinyrun
 import torch
+from loading import prepare_loader
 from rich.console import Console
 from table import FAMILIES, OPTIMIZER, SINGLE, VOCABULARY, Layout, batches, start, updates
 from tinyrun import dolmen, losses, rows, same, tensors
 
-from dolmen.data.loader import prepare_loader
 from dolmen.recipes import RECIPES
 from dolmen.training.checks.warn import warnings
 from dolmen.training.config import NewRowsConfig
