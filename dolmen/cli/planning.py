@@ -138,14 +138,14 @@ def run_dryrun(request: DryrunRequest) -> int:
         say("loading torch ...")
         from dolmen.planning import dryrun
 
-        report = dryrun.report(request, progress=True)
+        dry_run = dryrun.report(request, progress=True)
     screen = console()
-    screen.print(report.title)
-    if note := uneven_stages(report.run):
+    screen.print(dry_run.title)
+    if note := uneven_stages(dry_run.run):
         screen.print(note)
-    screen.print(report.table())
+    screen.print(dry_run.table())
     with as_bad_input():
-        write.save_json(report.as_dict(), request.options.json)
+        write.save_json(dry_run.as_dict(), request.options.json)
     return 0
 
 

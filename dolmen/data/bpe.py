@@ -61,7 +61,7 @@ def tokenizer_folder(
             f"{option} trains on text, but {held[0]} is tokenised already: give the folder or hub "
             "id of its tokenizer"
         )
-    held = identities(validation, "--data.validation") if validation else config.validation_fraction
+    held = identities(validation) if validation else config.validation_fraction
     files = [identity_of(file) for source in sources for file in source.files]
     recipe = ["bpe 3", size, held, config.text_field, files]
     # what decides the tokenizer: its size, what is held out, the files

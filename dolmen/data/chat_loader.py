@@ -75,14 +75,11 @@ def prepare(
     # a model that says one number of a whole text reads its last token too
     say: Say = "end" if model is not None and isinstance(model.head, ScalarHeadSpec) else "next"
     longest = sequence_length if say == "end" else sequence_length + 1
-    examples = open_chats(source, "--data.path", config, template, longest, say, progress, verify)
+    examples = open_chats(source, config, template, longest, say, progress, verify)
     # chats of --data.validation
     judge = None
     if inputs.validation is not None:
-        option = "--data.validation"
-        judge = open_chats(
-            inputs.validation, option, config, template, longest, say, progress, verify
-        )
+        judge = open_chats(inputs.validation, config, template, longest, say, progress, verify)
     training, held = divide(
         examples, judge, config.validation_fraction, config.rows == "pairs", say
     )
@@ -177,7 +174,6 @@ def refuse_model(config: DataConfig, model: ModelSpec | None) -> None:
 
 def open_chats(
     source: DataSource,
-    option: str,
     config: DataConfig,
     template: Template,
     longest: int,
@@ -198,7 +194,6 @@ def open_chats(
         longest,
         config.cache_folder,
         progress,
-        option,
         verify,
         config.rows,
         config.max_row_bytes,

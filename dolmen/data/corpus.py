@@ -163,19 +163,18 @@ def open_text(
     cache: Path,
     workers: int | None = None,
     progress: bool = True,
-    option: str = "--data.path",
     verify: bool = True,
 ) -> Corpus:
     """Return the tokenised text of `source`, from the cache, or tokenised into it now by `workers`
     threads. `verify`: compare the cache with its digests. Raises ValueError where there is no text.
     """
-    origin = provenance(source, tokenizer, end_of_text, text_field, option)
+    origin = provenance(source, tokenizer, end_of_text, text_field)
     # cores of this process, not of the machine
     threads = workers or len(os.sched_getaffinity(0))
 
     def build(part: Path) -> None:
         """Tokenise into a new cache folder."""
-        build_corpus(source, tokenizer, origin, part, threads, progress, option)
+        build_corpus(source, tokenizer, origin, part, threads, progress)
 
     folder, index = found_or_built(cache, origin, FORM, build, verify, progress)
     offsets = np.load(folder / "offsets.npy", mmap_mode="r")
@@ -198,14 +197,13 @@ def provenance(
     tokenizer: tokenizers.PreTrainedTokenizer,
     end_of_text: int,
     text_field: str,
-    option: str,
 ) -> dict:
     """Everything that the tokens depend on (files, tokenizer, options), as JSON; hashed into the
     cache key.
     """
     return {
         "format": FORMAT,
-        **identities(source, option),
+        **identities(source),
         "text_field": text_field,
         "tokenizer": tokenizers.fingerprint(tokenizer),
         "vocabulary": tokenizers.vocabulary_size(tokenizer),
@@ -214,13 +212,13 @@ def provenance(
     }
 
 
-def identities(source: DataSource, option: str) -> dict[str, list]:
+def identities(source: DataSource) -> dict[str, list]:
     """Identify the source's text without reading it, as JSON: path, size and times of each file;
     name, rows and shards of each hub data set.
     """
     hubs = []
     for name in source.hubs:
-        table = load_hub(name, option)
+        table = load_hub(name, source.option)
         # Arrow files in the cache of `datasets`
         shards = [identity_of(Path(shard["filename"])) for shard in table.cache_files]
         hubs.append([name, table.num_rows, shards])
@@ -234,7 +232,6 @@ def build_corpus(
     folder: Path,
     workers: int,
     progress: bool,
-    option: str,
 ) -> None:
     """Tokenise a source with `workers` threads and write the cache files and the index into
     `folder`. Raises ValueError where there is no text or no tokens, or a file changes meanwhile.
@@ -245,23 +242,21 @@ def build_corpus(
         f"{workers} threads"
     )
     with bar(title, None if source.hubs else sum(sizes), progress) as reach:
-        written = write_tokens(source, tokenizer, origin, folder, workers, reach, option)
+        written = write_tokens(source, tokenizer, origin, folder, workers, reach)
     ends, documents = written.ends, written.documents
     if not len(ends):
         raise ValueError(
-            f"{option} {source.name}: no text in {plural(len(sizes), 'file')} and "
+            f"{source.label}: no text in {plural(len(sizes), 'file')} and "
             f"{plural(len(source.hubs), 'data set')}"
         )
     if ends[-1] == len(ends):
         raise ValueError(
-            f"{option} {source.name}: the tokenizer gives no tokens for any of the {len(ends):,} "
+            f"{source.label}: the tokenizer gives no tokens for any of the {len(ends):,} "
             "documents: use another --data.tokenizer"
         )
     # otherwise the cache would hold text under the wrong key
     if origin["files"] != [identity_of(file) for file in source.files]:
-        raise ValueError(
-            f"{option} {source.name}: a file changed while it was tokenised; start again"
-        )
+        raise ValueError(f"{source.label}: a file changed while it was tokenised; start again")
     np.save(folder / "offsets.npy", np.concatenate([[0], ends]).astype("<i8"))
     np.save(folder / "documents.npy", documents)
     np.save(folder / "seams.npy", written.seams)

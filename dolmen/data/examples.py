@@ -58,33 +58,27 @@ SPEAKERS = {
 }
 
 
-def chats(
-    source: DataSource, option: str = "--data.path", max_bytes: int | None = None
-) -> Iterator[Chat]:
+def chats(source: DataSource, max_bytes: int | None = None) -> Iterator[Chat]:
     """Yield a chat for each row of `source`. `max_bytes`: bound of a row. Raises ValueError, naming
     the row, for one that is not a chat.
     """
-    for row, where in rows(source, option, max_bytes):
+    for row, where in rows(source, max_bytes):
         yield chat_of(row, where)
 
 
-def pairs(
-    source: DataSource, option: str = "--data.path", max_bytes: int | None = None
-) -> Iterator[Chat]:
+def pairs(source: DataSource, max_bytes: int | None = None) -> Iterator[Chat]:
     """Yield two chats for each row of `source`: prompt with the chosen, then with the rejected
     completion. Raises ValueError, naming the row, for one without two completions.
     """
-    for row, where in rows(source, option, max_bytes):
+    for row, where in rows(source, max_bytes):
         yield from pair_of(row, where)
 
 
-def completions(
-    source: DataSource, option: str = "--data.path", max_bytes: int | None = None
-) -> Iterator[Chat]:
+def completions(source: DataSource, max_bytes: int | None = None) -> Iterator[Chat]:
     """Yield a chat per completion of `source`, labelled 1 (desirable) or -1; a row with a chosen
     and a rejected completion gives two. Raises as `pairs`.
     """
-    for row, where in rows(source, option, max_bytes):
+    for row, where in rows(source, max_bytes):
         if row.get("completion") is None and row.get("chosen") is not None:
             chosen, rejected = pair_of(row, where)
             yield replace(chosen, said=1.0)
@@ -257,7 +251,6 @@ def open_examples(
     longest: int,
     cache: Path,
     progress: bool = True,
-    option: str = "--data.path",
     verify: bool = True,
     rows: ChatRows = "chats",
     max_row_bytes: int | None = None,
@@ -270,7 +263,7 @@ def open_examples(
     tokenizer = template.tokenizer
     origin = {
         "format": FORMAT,
-        **identities(source, option),
+        **identities(source),
         "tokenizer": tokenizers.fingerprint(tokenizer),
         "vocabulary": tokenizers.vocabulary_size(tokenizer),
         "template": hashlib.blake2b(template.text.encode(), digest_size=16).hexdigest(),
@@ -281,18 +274,17 @@ def open_examples(
     def build(folder: Path) -> None:
         """Tokenise into a new cache folder."""
         _build(
-            READERS[rows](source, option, max_row_bytes),
-            source.name,
+            READERS[rows](source, max_row_bytes),
+            source,
             template,
             train_on,
             origin,
             folder,
             progress,
-            option,
         )
 
     folder, index = found_or_built(cache, origin, FORM, build, verify, progress)
-    _refuse_all_or_none(index, train_on, source.name, option)
+    _refuse_all_or_none(index, train_on, source)
     return Examples(
         source.name,
         np.asarray(np.memmap(folder / "tokens.bin", np.dtype(index["dtype"]), mode="r")),
@@ -306,11 +298,11 @@ def open_examples(
     )
 
 
-def _refuse_all_or_none(index: dict, train_on: MaskingStrategy, name: str, option: str) -> None:
+def _refuse_all_or_none(index: dict, train_on: MaskingStrategy, source: DataSource) -> None:
     """Raises ValueError where no token would be trained, or (unless `train_on` is "all") all,
     which means that the template does not separate completions from prompts.
     """
-    counts = f"{option} {name}: of {plural(index['tokens'], 'token')} of chats"
+    counts = f"{source.label}: of {plural(index['tokens'], 'token')} of chats"
     how = f"--data.masking-strategy {train_on}"
     if not index["trained"]:
         raise ValueError(
@@ -326,13 +318,12 @@ def _refuse_all_or_none(index: dict, train_on: MaskingStrategy, name: str, optio
 
 def _build(
     read: Iterator[Chat],
-    name: str,
+    source: DataSource,
     template: Template,
     train_on: MaskingStrategy,
     origin: dict,
     folder: Path,
     progress: bool,
-    option: str,
 ) -> None:
     """Tokenise all chats and write the cache files and the index into `folder`. Raises ValueError
     where there are none.
@@ -342,7 +333,7 @@ def _build(
     with (
         open(folder / "tokens.bin", "wb") as tokens,
         open(folder / "trained.bin", "wb") as marks,
-        bar(f"reading the rows of {name}", None, progress) as reach,
+        bar(f"reading the rows of {source.name}", None, progress) as reach,
     ):
         for chat in read:
             ids, trained = template.tokens(chat, train_on)
@@ -360,7 +351,7 @@ def _build(
             untrained += not trained[1:].any()
             reach(ends[-1])
     if not weights:
-        raise ValueError(f"{option} {name} contains no chats")
+        raise ValueError(f"{source.label} contains no chats")
     np.save(folder / "offsets.npy", np.array(ends, "<i8"))
     np.save(folder / "weights.npy", np.array(weights, "<f4"))
     np.save(folder / "hashes.npy", np.array(hashes, "<u8"))

@@ -32,8 +32,8 @@ def open_indexed(
     end_of_text: int,
     cache: Path,
     progress: bool = True,
-    option: str = "--data.path",
     verify: bool = True,
+    option: str = "--data.path",
 ) -> Corpus:
     """Open Megatron's data set `file` (.bin) as a corpus; its documents are hashed once, into the
     cache. Raises ValueError for tokens that are not below `vocab_size`, or not text.

@@ -62,16 +62,12 @@ def check_inputs(
                 raise overlap_error(source.name)
     # source -> its first text, to try the tokenizer on
     first: dict[str, str] = {}
-    for source, option in [(source, "--data.path") for source in sources] + [
-        (validation, "--data.validation")
-    ]:
-        if source is None:
-            continue
+    for source in (*sources, *([validation] if validation else [])):
         for file in source.indexed:
-            check_indexed(file, option)
+            check_indexed(file, source.option)
         if config.rows == "text" and source.files and not source.hubs:
             least = 1 if source is validation or source.indexed else sequence_length + 1
-            first[source.name] = look_at(source, config.text_field, least, option)
+            first[source.name] = look_at(source, config.text_field, least)
     if config.rows != "text":
         check_chats(config, sources)
     # `bpe:N` is trained here, if it is not cached
@@ -92,7 +88,6 @@ def open_corpus(
     config: TokenConfig,
     inputs: Inputs,
     progress: bool = True,
-    option: str = "--data.path",
     verify: bool = True,
 ) -> Corpus:
     """Return the tokens of a source: its text, tokenised into the cache if need be, then its .bin
@@ -110,13 +105,14 @@ def open_corpus(
                 cache,
                 config.workers,
                 progress,
-                option,
                 verify,
             )
         )
     size = tokenizers.vocabulary_size(tokenizer)
     for file in source.indexed:
-        parts.append(open_indexed(file, size, inputs.end_of_text, cache, progress, option, verify))
+        parts.append(
+            open_indexed(file, size, inputs.end_of_text, cache, progress, verify, source.option)
+        )
     return join(source.name, parts)
 
 
@@ -142,19 +138,19 @@ def check_chats(config: DataConfig, sources: tuple[DataSource, ...]) -> None:
         )
 
 
-def look_at(source: DataSource, text_field: str, least: int, option: str) -> str:
+def look_at(source: DataSource, text_field: str, least: int) -> str:
     """Return the beginning of the source's first document. Raises ValueError where there is no
     text, or where its bytes cannot give `least` tokens (a token has a byte or is an end of text).
     """
-    first = next(pieces(source, text_field, option), None)
+    first = next(pieces(source, text_field), None)
     if first is None:
-        raise ValueError(f"{option} {source.name}: no text in {plural(len(source.files), 'file')}")
+        raise ValueError(f"{source.label}: no text in {plural(len(source.files), 'file')}")
     sizes = [file.stat().st_size for file in source.files if is_whole_file(file)]
     # a token per byte, and an end of text per file
     most = sum(sizes) + sum(size > 0 for size in sizes)
     if len(sizes) == len(source.files) and most < least:
         raise ValueError(
-            f"{option} {source.name}: {sum(sizes):,} bytes of text give at most {most:,} tokens, "
+            f"{source.label}: {sum(sizes):,} bytes of text give at most {most:,} tokens, "
             f"fewer than one window of sequence_length + 1 ({least:,}): use a smaller "
             "--train.sequence-length, or more data"
         )

@@ -232,12 +232,10 @@ def load(
             config, inputs, sequence_length, global_batch_size, seed, progress, verify, model
         )
     sources = data_sets(config, inputs.sources)
-    corpora = [open_corpus(source, config, inputs, progress, verify=verify) for source in sources]
+    corpora = [open_corpus(source, config, inputs, progress, verify) for source in sources]
     judge = None
     if inputs.validation is not None:
-        judge = open_corpus(
-            inputs.validation, config, inputs, progress, "--data.validation", verify
-        )
+        judge = open_corpus(inputs.validation, config, inputs, progress, verify)
     divisions, held = divide_corpora(config, inputs, corpora, judge)
     cloze = make_cloze(config, inputs, sequence_length, seed, model)
     # tokens of text per sample; a window has one more

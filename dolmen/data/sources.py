@@ -145,6 +145,13 @@ class DataSource:
     left_out: tuple[str, ...] = ()
     """Notes on files in folders and globs that are not read, a line each."""
     indexed: tuple[Path, ...] = ()
+    option: str = "--data.path"
+    """Option that names the source, for messages."""
+
+    @property
+    def label(self) -> str:
+        """The option and the name, as messages begin."""
+        return f"{self.option} {self.name}"
 
     @property
     def paths(self) -> list[Path]:
@@ -162,7 +169,7 @@ class DataSource:
 
     def only(self, file: Path) -> "DataSource":
         """The source with only the .bin `file`."""
-        return DataSource(str(file), self.weight, (), (), (), (file,))
+        return replace(self, name=str(file), files=(), hubs=(), left_out=(), indexed=(file,))
 
 
 def resolve_sources(
@@ -219,7 +226,7 @@ def gather(
         found = plural(len(files), "file")
         raise ValueError(f"{option} {', '.join(entries[:3])}: {found} with 0 bytes")
     name = ", ".join(entries[:3]) + (f" and {len(entries) - 3} more" if len(entries) > 3 else "")
-    return DataSource(name, weight, tuple(files), tuple(hubs), tuple(left_out), tokens)
+    return DataSource(name, weight, tuple(files), tuple(hubs), tuple(left_out), tokens, option)
 
 
 def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:

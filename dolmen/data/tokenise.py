@@ -80,7 +80,7 @@ class Piece(NamedTuple):
     last: bool
 
 
-def pieces(source: DataSource, text_field: str, option: str = "--data.path") -> Iterator[Piece]:
+def pieces(source: DataSource, text_field: str) -> Iterator[Piece]:
     """Yield all documents of a source in order, each cut into pieces. Empty documents are left
     out.
     """
@@ -90,14 +90,12 @@ def pieces(source: DataSource, text_field: str, option: str = "--data.path") -> 
                 yield Piece(text, index, last)
     # numbered behind the files
     for index, hub in enumerate(source.hubs, len(source.files)):
-        for row in hub_rows(hub, text_field, option):
+        for row in hub_rows(hub, text_field, source.option):
             for text, last in cut([row]):
                 yield Piece(text, index, last)
 
 
-def rows(
-    source: DataSource, option: str = "--data.path", max_bytes: int | None = None
-) -> Iterator[Located]:
+def rows(source: DataSource, max_bytes: int | None = None) -> Iterator[Located]:
     """Yield all rows of a source in order, as (row, where). Raises ValueError for files that have
     no rows, and for a row of more than `max_bytes`.
     """
@@ -105,29 +103,28 @@ def rows(
         reader = ROW_READERS.get(form(file) or "")
         if reader is None:
             raise ValueError(
-                f"{option} {file}: chats must be rows of {', '.join(ROW_READERS)} files or of the "
-                "hub: give those, or train on text (--data.rows text)"
+                f"{source.option} {file}: chats must be rows of {', '.join(ROW_READERS)} files or "
+                "of the hub: give those, or train on text (--data.rows text)"
             )
         yield from reader(file, max_bytes)
     for hub in source.hubs:
-        yield from table_rows(load_hub(hub, option), f"{option} {hub}", max_bytes)
+        where = f"{source.option} {hub}"
+        yield from table_rows(load_hub(hub, source.option), where, max_bytes)
 
 
-def first_lines(
-    source: DataSource, text_field: str, max_bytes: int | None, option: str = "--data.path"
-) -> Iterator[Located]:
+def first_lines(source: DataSource, text_field: str, max_bytes: int | None) -> Iterator[Located]:
     """Yield prompts: all rows of a source in order, and for each text document a row with its first
     line that is not blank as `prompt`. Raises ValueError.
     """
     for file in source.files:
         if form(file) in ROW_READERS:
-            yield from rows(replace(source, files=(file,), hubs=()), option, max_bytes)
+            yield from rows(replace(source, files=(file,), hubs=()), max_bytes)
             continue
         for document in read_documents(file, text_field):
             line = next((line for line in "".join(document).splitlines() if line.strip()), None)
             if line is not None:
                 yield from small_rows(iter([({"prompt": line}, str(file))]), max_bytes)
-    yield from rows(replace(source, files=()), option, max_bytes)
+    yield from rows(replace(source, files=()), max_bytes)
 
 
 def cut(blocks: Iterable[str], piece: int = PIECE) -> Iterator[tuple[str, bool]]:
@@ -208,7 +205,6 @@ def write_tokens(
     folder: Path,
     workers: int,
     reach: Callable[[int], None],
-    option: str,
 ) -> Written:
     """Tokenise a source with `workers` threads and write tokens.bin into `folder`; return the other
     records. `reach(bytes read)` reports progress.
@@ -223,7 +219,7 @@ def write_tokens(
     text, digest = TextHash(), xxhash.xxh3_128()
     with open(folder / "tokens.bin", "wb") as out:
         for piece, ids in encode_pieces(
-            pieces(source, origin["text_field"], option), tokenizers.encoder(tokenizer), workers
+            pieces(source, origin["text_field"]), tokenizers.encoder(tokenizer), workers
         ):
             # hashed on the way: the text is read once
             text.update(added := piece.text.encode())

@@ -356,7 +356,7 @@ def open_text(
             "them out"
         )
     (text,) = found.sources
-    corpus = open_corpus(text, data, found, progress, verify=verify)
+    corpus = open_corpus(text, data, found, progress, verify)
     return windows(corpus, found.end_of_text, window, stride)
 
 

@@ -116,15 +116,15 @@ def test_the_bytes_of_a_row_are_bounded(tmp_path):
     write_parquet(tmp_path / "a.parquet", messages=[row["messages"]])
     for name in ("a.jsonl", "a.json", "a.parquet"):
         (source,) = resolve_sources([str(tmp_path / name)])
-        for read in (chats, lambda *args: first_lines(args[0], "text", args[2])):
-            assert len(list(read(source, "--data.path", size))) == 1
+        for read in (chats, lambda source, size: first_lines(source, "text", size)):
+            assert len(list(read(source, size))) == 1
             told = f"{name}, (line|row) 1: has more than {size - 1:,} bytes: .*--data.max-row-bytes"
             with pytest.raises(Refused, match=told):
-                list(read(source, "--data.path", size - 1))
+                list(read(source, size - 1))
     (tmp_path / "b.jsonl").write_text("{" * 100)
     (source,) = resolve_sources([str(tmp_path / "b.jsonl")])
     with pytest.raises(Refused, match="has more than 99 bytes"):
-        list(chats(source, "--data.path", 99))
+        list(chats(source, 99))
     (tmp_path / "b.txt").write_text("x" * 100)
     (source,) = resolve_sources([str(tmp_path / "b.txt")])
     with pytest.raises(Refused, match="b.txt: has more than 99 bytes"):
