@@ -334,7 +334,11 @@ class Megatron(Joined):
         entries = names.weights(self.spec, self.checkpoint.version)
         if not self.moment:
             return entries
-        return {name: one for name, one in entries.items() if self.spec.leaves[one.ours[0]].trained}
+        return {name: one for name, one in entries.items() if self._is_trained(one)}
+
+    def _is_trained(self, entry: StoredTensor) -> bool:
+        """True if the entry's parameters are trained, and so have moments."""
+        return self.spec.leaves[entry.ours[0]].trained
 
     @cached_property
     def _holding(self) -> dict[str, StoredTensor]:
