@@ -3,16 +3,19 @@ of transformers, a run file, and `dolmen` called in this process. One thread: on
 threads make a tiny run ten times slower.
 
 A test module says `material, one_thread = tinyrun.material, tinyrun.one_thread` to have the
-fixtures: a second conftest.py would take the name `conftest`, by which spawned processes know
+fixtures, and `finished_run = tinyrun.finished_run` for a run that all share: a second conftest.py would take the name `conftest`, by which spawned processes know
 tests/conftest.py.
 """
 
 import contextlib
+import fcntl
 import io
 import json
 import os
 import random
 import re
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -124,14 +127,44 @@ def make(folder: Path) -> Material:
     return made
 
 
+def make_once(
+    tmp_path_factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], object]
+) -> Path:
+    """Return the folder `name` of this run of the suite, which `fill(folder)` fills in the first
+    worker that asks for it; the others wait. Tests only read it.
+    """
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent  # of all workers
+    folder, filled = base / name, base / f"{name}.filled"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not filled.exists():
+            shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed
+            folder.mkdir()
+            fill(folder)
+            filled.touch()
+    return folder
+
+
 @pytest.fixture(scope="session")
 def material(tmp_path_factory) -> Material:
-    """Made once, though each module has the fixture for itself."""
-    folder = tmp_path_factory.getbasetemp() / "material"
-    if folder.exists():
-        return Material(folder)
-    folder.mkdir()
-    return make(folder)
+    return Material(make_once(tmp_path_factory, "material", make))
+
+
+@pytest.fixture(scope="session")
+def finished_run(material, tmp_path_factory) -> Path:
+    """The run of `material.file`: six steps, saved and validated after each third. What it printed
+    is in `stdout.txt`, beside it.
+    """
+
+    def train(folder: Path) -> None:
+        words = ("--checkpoint.every", 3, "--checkpoint.keep", 0)
+        result = dolmen("train", material.file, "--out", folder / "run", *words)
+        assert result.code == 0, result.err
+        (folder / "stdout.txt").write_text(result.out)
+
+    return make_once(tmp_path_factory, "finished", train) / "run"
 
 
 @pytest.fixture(scope="module", autouse=True)
