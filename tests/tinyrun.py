@@ -3,8 +3,8 @@ of transformers, a run file, and `dolmen` called in this process. One thread: on
 threads make a tiny run ten times slower.
 
 A test module says `material, one_thread = tinyrun.material, tinyrun.one_thread` to have the
-fixtures, and `finished_run = tinyrun.finished_run` for a run that all share: a second conftest.py would take the name `conftest`, by which spawned processes know
-tests/conftest.py.
+fixtures, and `finished_run = tinyrun.finished_run` for a run that all share: a second conftest.py
+would take the name `conftest`, by which spawned processes know tests/conftest.py.
 """
 
 import contextlib

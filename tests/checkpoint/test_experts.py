@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from models import Flat, build, initialize
 from spawning import run_spawned
+from tiny_models import Flat, build, initialize
 
 from dolmen.checkpoint.reader import locate, open_checkpoint
 from dolmen.checkpoint.store import Checkpoints

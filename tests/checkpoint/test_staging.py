@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import join_fake
-from models import Flat, build, initialize
+from tiny_models import Flat, build, initialize
 
 from dolmen.checkpoint import writer
 from dolmen.checkpoint.store import Checkpoints

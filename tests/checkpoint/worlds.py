@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from backward import backward
-from models import Flat, build, initialize
+from tiny_models import Flat, build, initialize
 from torch import Tensor
 
 from dolmen.core import mesh as meshes

@@ -10,8 +10,8 @@ import os
 import pytest
 import torch
 import transformers
-from models import flat_model
 from safetensors.torch import load_file, save_file
+from tiny_models import flat_model
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dolmen.conversion import hf, hf_export

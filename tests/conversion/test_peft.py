@@ -14,9 +14,9 @@ import tinyrun
 import torch
 import transformers
 import wide
-from models import Tiny, build, load
 from peft.tuners.tuners_utils import check_target_module_exists
 from safetensors.torch import save_file
+from tiny_models import Tiny, build, load
 from tinyrun import dolmen
 
 from dolmen.conversion import peft as folders

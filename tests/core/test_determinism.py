@@ -10,7 +10,7 @@ import flash_kernel
 import pytest
 import tinyrun
 import torch
-from models import Flat, build, initialize
+from tiny_models import Flat, build, initialize
 from tinyrun import dolmen, losses, same, tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from models import Flat, flat_model
+from tiny_models import Flat, flat_model
 from transformers.core_model_loading import revert_weight_conversion
 
 from dolmen.core.config import from_dict

@@ -10,10 +10,10 @@ from zlib import crc32
 
 import pytest
 import torch
-from models import Tiny
 from spawning import Row, made_once
 from table import SINGLE, VOCABULARY, Layout, Run, batches, differences, start, updates
 from tiny import CASES, config_of
+from tiny_models import Tiny
 
 from dolmen.core import state
 from dolmen.core.mesh import Mesh

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from models import Flat, flat_model
+from tiny_models import Flat, flat_model
 
 from dolmen.conversion import hf_export
 from dolmen.conversion.weights import assemble, join_stored, split_stored

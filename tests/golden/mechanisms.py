@@ -5,8 +5,8 @@ and the layouts on which it joins the golden table. A way to get it wrong joins 
 from dataclasses import replace
 from typing import Literal
 
-from models import Flat, Tiny, mixing, tiny
 from table import FAMILIES, LENGTH, SIZES, VOCABULARY
+from tiny_models import Flat, Tiny, tiny, with_mixer_fields
 from variations import rows
 
 from dolmen.families.adapters import ADAPTED
@@ -190,11 +190,11 @@ CONFIGS = {
         architectures=["BertForPreTraining"],
     ),
     # of each head a score that weighs no value
-    "sinks": mixing(FAMILIES["llama"], sinks=True),
+    "sinks": with_mixer_fields(FAMILIES["llama"], sinks=True),
     # the first tokens see one another
-    "prefix": mixing(FAMILIES["llama"], mask="prefix"),
+    "prefix": with_mixer_fields(FAMILIES["llama"], mask="prefix"),
     # and rope turns half of each head by a second stream of positions
-    "two streams": mixing(
+    "two streams": with_mixer_fields(
         Flat(**SIZES, num_key_value_heads=4), mask="prefix", positions=RopeSpec(8, 100.0, streams=2)
     ),
     # the residual stream is what norms give, times a number

@@ -11,9 +11,9 @@ import table
 import torch
 import torch.distributed as dist
 from mechanisms import CONFIGS
-from models import Flat, Tiny, build, initialize
 from spawning import Row
 from table import FAMILIES, LENGTH, ROWS, SINGLE, Layout, Run
+from tiny_models import Flat, Tiny, build, initialize
 
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import FOLLOWS, IGNORED, SIDE, Batch

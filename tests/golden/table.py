@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from models import Flat, Tiny, build, initialize
 from spawning import Row, made_once
+from tiny_models import Flat, Tiny, build, initialize
 
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE, Mesh

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from mechanisms import ADAPTED_CONFIGS
-from models import Flat, Tiny, build, initialize
 from spawning import run_spawned
 from table import FAMILIES, NEXT_TOKEN, OPTIMIZER, ROWS, SINGLE, STEPS, Layout, batches
+from tiny_models import Flat, Tiny, build, initialize
 
 from dolmen.checkpoint.reader import open_checkpoint
 from dolmen.checkpoint.store import Checkpoints

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from mechanisms import CONFIGS, adapted
-from models import Flat, Tiny
 from spawning import Row, made_once
 from table import OPTIMIZER, SINGLE, Layout, batches, differences, hold, run, start, updates
+from tiny_models import Flat, Tiny
 
 from dolmen.core.state import local_view
 from dolmen.core.torch_private import sharding

@@ -10,9 +10,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from models import Flat, Tiny
 from spawning import Row, made_once
 from table import OPTIMIZER, ROWS, SEED, Layout, start
+from tiny_models import Flat, Tiny
 
 from dolmen.core import collectives, reduction, state, transfers
 from dolmen.core.consensus import gather_objects

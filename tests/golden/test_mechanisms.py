@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from mechanisms import CONFIGS, ROWS, adapted
-from models import of_layers
 from spawning import Row
 from table import FAMILIES, SINGLE, Layout, batches, hold, run, start, updates
+from tiny_models import with_num_layers
 
 from dolmen.core import state
 
@@ -37,7 +37,7 @@ def test_each_is_another_answer():
 def held_apart(layers: int, layout: Layout) -> list[str]:
     """Parameters of any rank that after two updates are not at rest, of a model with adapters."""
     mesh = layout.mesh(torch.device("cpu"))
-    train = start(adapted(of_layers(FAMILIES["llama"], layers)), mesh, layout)
+    train = start(adapted(with_num_layers(FAMILIES["llama"], layers)), mesh, layout)
     updates(train, mesh, batches(mesh)[:2])
     found = [name for name, p in train.model.named_parameters() if not state.sharded_dims(p)]
     everyone: list[list[str]] = [[]] * mesh.size

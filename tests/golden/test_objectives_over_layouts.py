@@ -5,10 +5,10 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from models import build, initialize
 from objectives import KINDS, OBJECTIVES, batches, compared, half, run, scores_of_all_ranks
 from spawning import Row
 from table import OPTIMIZER, SEED, SINGLE, Layout, start
+from tiny_models import build, initialize
 
 from dolmen.objectives import forward
 from dolmen.objectives.preference import REFERENCE

@@ -7,9 +7,9 @@ from operator import add
 
 import pytest
 import torch
-from models import tiny
 from spawning import Row
 from table import FAMILIES, Layout, batches, run, start
+from tiny_models import tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import collectives, state, transfers

@@ -8,9 +8,9 @@ from functools import partial
 
 import table
 import torch
-from models import Flat, Tiny
 from spawning import Row
 from table import DROPOUT, FAMILIES, SINGLE, Layout
+from tiny_models import Flat, Tiny
 
 from dolmen.evaluation.validate import Losses, mean_loss
 from dolmen.training.state import NewRows

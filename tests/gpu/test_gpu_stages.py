@@ -257,7 +257,7 @@ def test_memory_of_a_layer_is_half_of_what_two_make(kind, monkeypatch):
     shape = shapes.of(Context("cpu"), "llama-1b")
     layout = Layout(recompute=kind)
     kept = activation_bytes_per_layer(shape.spec, 1, 4096, recompute=kind)
-    counts = [parameters(shape.of_layers(n).spec) for n in (2, 4)]
+    counts = [parameters(shape.with_num_layers(n).spec) for n in (2, 4)]
     own = (counts[1] - counts[0]) // 2
 
     def step(mesh, shape, layout, compile):

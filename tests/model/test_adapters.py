@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import Flat, Tiny, build, initialize, load, tiny
+from tiny_models import Flat, Tiny, build, initialize, load, tiny
 from torch.utils.flop_counter import FlopCounterMode
 
 from dolmen.core.mesh import SINGLE, Axis

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import build, initialize, tiny
+from tiny_models import build, initialize, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core.mesh import SINGLE

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from models import Tiny, build, initialize, tiny
+from tiny_models import Tiny, build, initialize, tiny
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, Gemma2TextScaledWordEmbedding
 
 from dolmen.core.mesh import SINGLE

@@ -5,7 +5,7 @@ them, and what no module computes.
 from dataclasses import replace
 
 import pytest
-from models import Flat, Tiny, build, decoder
+from tiny_models import Flat, Tiny, build, decoder
 
 from dolmen.core.mesh import SINGLE, Axis
 from dolmen.core.state import Replicate, Shard

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from backward import backward
-from models import Flat, Tiny, build, decoder, initialize
 from spawning import run_spawned
+from tiny_models import Flat, Tiny, build, decoder, initialize
 
 from dolmen.core import mesh as meshes
 from dolmen.core import state

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import build, initialize
 from table import FAMILIES
+from tiny_models import build, initialize
 
 from benchmarks.rlhf import controls, faults
 from benchmarks.rlhf.faults import FAULTS, UNHELD, put_in

@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from models import Flat, Tiny, build, initialize
 from stored import exported_trained
+from tiny_models import Flat, Tiny, build, initialize
 from torch import Tensor
 from wide import Wide, double
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from mechanisms import CONFIGS
-from models import build, initialize
 from table import FAMILIES
+from tiny_models import build, initialize
 
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch

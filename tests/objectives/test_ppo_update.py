@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Tiny, build, initialize
 from objectives import scalar
 from table import FAMILIES
+from tiny_models import Tiny, build, initialize
 
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch

@@ -9,7 +9,7 @@ import flash_kernel
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Flat, build, initialize
+from tiny_models import Flat, build, initialize
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode

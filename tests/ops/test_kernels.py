@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import Flat, build, tiny
+from tiny_models import Flat, build, tiny
 
 from dolmen.core.mesh import SINGLE
 from dolmen.model.build import choose_kernels

@@ -5,7 +5,7 @@ numbers in float64; and what a model does with them.
 import numpy as np
 import pytest
 import torch
-from models import Flat, build, initialize, mixing
+from tiny_models import Flat, build, initialize, with_mixer_fields
 
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
@@ -30,7 +30,7 @@ SIZES = dict(
 LEARNED = dict(position="learned", norm="layernorm", mlp="plain", activation="gelu_tanh")
 CONFIGS = {
     "rope": Flat(**SIZES),
-    "two streams": mixing(Flat(**SIZES), positions=RopeSpec(8, 100.0, streams=2)),
+    "two streams": with_mixer_fields(Flat(**SIZES), positions=RopeSpec(8, 100.0, streams=2)),
     "learned": Flat(**SIZES, **LEARNED, attention_bias=True, output_bias=True, mlp_bias=True),
 }
 

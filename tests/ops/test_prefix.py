@@ -4,7 +4,7 @@ and a model with one: what its tokens feel, in training, and read with a cache.
 
 import pytest
 import torch
-from models import Flat, Tiny, build, initialize, mixing, of_layers
+from tiny_models import Flat, Tiny, build, initialize, with_mixer_fields, with_num_layers
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -19,7 +19,7 @@ from dolmen.serving import engine
 from dolmen.serving.kv_cache import KVCache
 
 HERE, VOCABULARY, LENGTH = torch.device("cpu"), 71, 24
-CONFIG = mixing(
+CONFIG = with_mixer_fields(
     Flat(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -47,7 +47,7 @@ def text(rows: int = 1, length: int = LENGTH) -> torch.Tensor:
 
 
 # as ChatGLM-6B: half of each head turns by where in the prefix a token is, half by how far behind
-GLM = mixing(CONFIG, positions=RopeSpec(8, 100.0, streams=2))
+GLM = with_mixer_fields(CONFIG, positions=RopeSpec(8, 100.0, streams=2))
 
 
 def placed(config: Tiny, documents: Documents) -> PositionIds | None:
@@ -100,7 +100,7 @@ def test_what_a_token_feels(window):
     """Of one layer: another token at 5 is felt by all of its prefix, before and behind, and by who
     sees back to it; one behind the prefix by itself and later ones alone.
     """
-    model = decoder(of_layers(mixing(CONFIG, window=window), 1))
+    model = decoder(with_num_layers(with_mixer_fields(CONFIG, window=window), 1))
     tokens, documents = text(), prefix(8)
 
     def felt(at: int) -> list[bool]:
@@ -120,7 +120,7 @@ def test_what_a_token_feels(window):
 def test_no_prefix_is_causal():
     """To the bit: given none, one of no token, or one of a token."""
     model = decoder()
-    causal = decoder(mixing(CONFIG, mask="causal"))(text(), compute_logits)
+    causal = decoder(with_mixer_fields(CONFIG, mask="causal"))(text(), compute_logits)
     for documents in (None, prefix(0), prefix(1)):
         torch.testing.assert_close(
             model(text(), compute_logits, documents=documents), causal, rtol=0, atol=1e-5
@@ -206,9 +206,9 @@ def test_flash_has_no_prefix_mask():
     """What is chosen is said; and a model without a prefix mask is given none."""
     model = build(CONFIG, SINGLE, dtype=torch.bfloat16, hardware=H100)
     assert "attention by blocks (flash has no prefix mask)" in model.split.kernels.describe(False)
-    causal = mixing(CONFIG, mask="causal")
+    causal = with_mixer_fields(CONFIG, mask="causal")
     assert build(causal, SINGLE, dtype=torch.bfloat16, hardware=H100).split.kernels.without == ""
     with pytest.raises(ValueError, match="the model has no prefix mask"):
         decoder(causal)(text(), compute_logits, documents=prefix(5))
     with pytest.raises(ValueError, match="ALiBi with a prefix mask"):
-        mixing(CONFIG, positions=AlibiSpec())
+        with_mixer_fields(CONFIG, positions=AlibiSpec())

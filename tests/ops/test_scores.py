@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import Flat, build, initialize
+from tiny_models import Flat, build, initialize
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import BloomConfig, Gemma2Config

@@ -7,7 +7,7 @@ from dataclasses import replace
 import flash_kernel
 import pytest
 import torch
-from models import Flat, build, initialize, mixing
+from tiny_models import Flat, build, initialize, with_mixer_fields
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import GptOssConfig
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
@@ -187,7 +187,7 @@ def test_gpt_oss_of_transformers(window):
         assert (a - b).norm() <= 1e-12 * b.norm()
 
 
-CONFIG = mixing(
+CONFIG = with_mixer_fields(
     Flat(
         vocab_size=71,
         hidden_size=32,

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
-from models import Flat, Tiny, build, initialize, tiny
+from tiny_models import Flat, Tiny, build, initialize, tiny
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 

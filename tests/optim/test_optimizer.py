@@ -4,7 +4,7 @@ clipping needs.
 
 import pytest
 import torch
-from models import Flat, build, initialize
+from tiny_models import Flat, build, initialize
 from torch import nn
 
 from dolmen.core.mesh import SINGLE

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import join_fake
-from models import Flat, Tiny, decoder, initialize, of_layers, tiny
+from tiny_models import Flat, Tiny, decoder, initialize, tiny, with_num_layers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -131,7 +131,7 @@ NUMBER = 8  # bytes of a layer's number, which its dropout takes as an int64 ten
 
 def per_layer(config: Flat | Tiny, layout: Layout, **options) -> int:
     """Bytes of one layer more, but for its number, where that is kept to be computed again."""
-    two, one = (kept(of_layers(config, n), layout, **options) for n in (2, 1))
+    two, one = (kept(with_num_layers(config, n), layout, **options) for n in (2, 1))
     numbered = config.training.dropout and layout.recompute != "none"
     return two - one - (NUMBER if numbered else 0)
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import join_fake
-from models import Flat, build, initialize
 from spawning import Row
+from tiny_models import Flat, build, initialize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import state

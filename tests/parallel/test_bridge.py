@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import join_fake
-from models import Flat, build, initialize
+from tiny_models import Flat, build, initialize
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode

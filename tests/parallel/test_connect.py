@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from models import Flat
+from tiny_models import Flat
 from torch import nn
 
 from dolmen.core import mesh as meshes

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from backward import backward
 from fakes import join_fake
-from models import Flat, build, initialize, of_layers, tiny
+from tiny_models import Flat, build, initialize, tiny, with_num_layers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core import mesh as meshes
@@ -153,7 +153,7 @@ def trace(
         one = tiny(model_type, vocab_size=vocab_size, **fields)
     else:
         one = Flat(**SIZES | FAMILIES[family] | dict(vocab_size=vocab_size, num_hidden_layers=1))
-    config = of_layers(one, layers)
+    config = with_num_layers(one, layers)
     mesh = meshes.build_mesh(DP, TP, torch.device("cpu"))
     model = build(config, mesh, Layout(sequence_parallel=sequence, zero=2), compute=compute)
     initialize(model, 0)

@@ -6,12 +6,12 @@ same seeds.
 from functools import cache
 from itertools import accumulate
 
-import models
 import pytest
+import tiny_models
 import torch
 import torch.distributed as dist
-from models import Flat, build, initialize
 from spawning import run_spawned
+from tiny_models import Flat, build, initialize
 from torch import nn
 
 from dolmen.core import collectives, state
@@ -202,7 +202,7 @@ def test_recomputation_counts_once():
 
 @cache
 def decoder() -> Decoder:
-    model = models.decoder(MODEL)
+    model = tiny_models.decoder(MODEL)
     initialize(model, 0)
     return model
 
@@ -222,7 +222,7 @@ def test_without_a_gradient_nothing_is_counted():
 def test_auxiliary_losses_add_to_the_gradient_what_their_formulas_say():
     """Of the router's weight, by finite differences of the plain formulas in fp64."""
     config = Flat(**{**vars(MODEL), "router_aux_loss_coef": 0.7, "router_z_loss_coef": 0.3})
-    model = models.decoder(config).double()
+    model = tiny_models.decoder(config).double()
     initialize(model, 0)
     tokens, moe = torch.arange(16).view(2, 8), model.layers["1"].mlp
     weight = moe.router.weight

@@ -4,7 +4,7 @@ that the model has.
 
 import pytest
 import torch
-from models import Flat, build, initialize, load, tiny
+from tiny_models import Flat, build, initialize, load, tiny
 
 from dolmen.core.mesh import SINGLE
 from dolmen.model import head

@@ -3,12 +3,12 @@
 The order in which units are gathered is read off a step of a rank of two, in which nothing is sent.
 """
 
-import models
 import pytest
+import tiny_models
 import torch
 import torch.distributed as dist
 from fakes import join_fake
-from models import Flat
+from tiny_models import Flat
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from dolmen.core import mesh as meshes
@@ -39,9 +39,9 @@ def mesh():
 
 
 def built(mesh, hardware, zero: int = 3, kernels: Kernels = Kernels(), monkeypatch=None):
-    monkeypatch.setattr(models.building, "choose_kernels", lambda *_: kernels)
-    model = models.build(CONFIG, mesh, Layout(zero=zero), hardware=hardware)
-    models.initialize(model, 0)
+    monkeypatch.setattr(tiny_models.building, "choose_kernels", lambda *_: kernels)
+    model = tiny_models.build(CONFIG, mesh, Layout(zero=zero), hardware=hardware)
+    tiny_models.initialize(model, 0)
     return model.train()
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from backward import backward
 from fakes import join_fake
-from models import Flat, Tiny, build, initialize
+from tiny_models import Flat, Tiny, build, initialize
 from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode

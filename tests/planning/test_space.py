@@ -7,7 +7,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from models import Flat, Tiny, of_layers
+from tiny_models import Flat, Tiny, with_num_layers
 
 from dolmen.model import count
 from dolmen.model.layout import Layout
@@ -27,7 +27,7 @@ DENSE = Flat(
     num_key_value_heads=2,
     head_dim=8,
 ).spec
-SPARSE = of_layers(Tiny(RECIPES["mixtral-8x7b"]().spec), 4).spec
+SPARSE = with_num_layers(Tiny(RECIPES["mixtral-8x7b"]().spec), 4).spec
 SIZES = (1, 2, 3, 4, 6, 8, 12, 24)
 
 

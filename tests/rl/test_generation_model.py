@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from models import Flat, Tiny, build, initialize
 from spawning import Row
 from table import FAMILIES, Layout
+from tiny_models import Flat, Tiny, build, initialize
 
 from dolmen.core.mesh import SINGLE
 from dolmen.model.layers import ParameterModule

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import build, initialize
 from spawning import Row
 from table import FAMILIES, Layout
+from tiny_models import build, initialize
 
 from dolmen.core.mesh import SINGLE
 from dolmen.data.base_loader import Description

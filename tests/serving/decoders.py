@@ -3,7 +3,7 @@ enough to matter.
 """
 
 import torch
-from models import Flat, build, initialize, mixing, tiny
+from tiny_models import Flat, build, initialize, tiny, with_mixer_fields
 
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.model.layout import Layout
@@ -40,8 +40,8 @@ DECODERS = {
     ),
 }
 DECODERS |= {
-    "sinks": mixing(DECODERS["uneven-kv"], sinks=True),
-    "sinks-and-window": mixing(DECODERS["window"], sinks=True),
+    "sinks": with_mixer_fields(DECODERS["uneven-kv"], sinks=True),
+    "sinks-and-window": with_mixer_fields(DECODERS["window"], sinks=True),
 }
 FALCON = dict(
     vocab_size=VOCABULARY,

@@ -9,7 +9,7 @@ import torch
 from adapted import Held, low, lows, merged, mixed
 from asked import run, scored
 from decoders import DECODERS, PROMPTS, decoder
-from models import build, initialize
+from tiny_models import build, initialize
 
 from dolmen.core import consensus
 from dolmen.core.mesh import SINGLE, Axis, Mesh

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from adapted import low, lows, mixed
 from asked import LONG, run, scored
 from decoders import DECODERS, MOST, PROMPTS, VOCABULARY, decoder
-from models import build, initialize
+from tiny_models import build, initialize
 
 from dolmen.conversion import hf_export
 from dolmen.conversion.source import open_source

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from models import Flat, build, initialize
 from spawning import run_spawned
+from tiny_models import Flat, build, initialize
 
 from dolmen.core import device, state
 from dolmen.core.mesh import SINGLE

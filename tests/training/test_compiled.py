@@ -4,10 +4,10 @@ per layer, whose number is data, and the final norm. Counted by a backend that c
 
 from dataclasses import dataclass, replace
 
-import models
 import pytest
+import tiny_models
 import torch
-from models import Flat, Tiny
+from tiny_models import Flat, Tiny
 from torch import nn
 
 from dolmen.core import mesh as meshes
@@ -119,7 +119,7 @@ def programs(case: Case, monkeypatch) -> int:
     monkeypatch.setattr(vocabulary, "_compiled_chunk", lambda: vocabulary._chunk)
     monkeypatch.setattr(vocabulary, "compile_accumulate", lambda: vocabulary.accumulate)
     torch.compiler.reset()
-    monkeypatch.setattr(models.building, "choose_kernels", lambda *_: case.kernels)
+    monkeypatch.setattr(tiny_models.building, "choose_kernels", lambda *_: case.kernels)
     with meshes.process_group_context(None, torch.device("cpu")):
         run(case, meshes.build_mesh(1, 1, torch.device("cpu")) if case.sharded else SINGLE)
     return len(made)
@@ -128,7 +128,7 @@ def programs(case: Case, monkeypatch) -> int:
 def run(case: Case, mesh) -> None:
     schedule = make_schedule(*case.schedule)
     half = torch.bfloat16 if case.kernels == KERNEL else torch.float32
-    model = models.build(
+    model = tiny_models.build(
         case.config,
         mesh,
         case.layout,
@@ -137,7 +137,7 @@ def run(case: Case, mesh) -> None:
         compute=half,
         compile=True,
     )
-    models.initialize(model, 0)
+    tiny_models.initialize(model, 0)
     state = TrainState(
         model.train(), adamw(model, OPTIMIZER), OPTIMIZER, 2, case.layout.zero, schedule
     )
@@ -183,8 +183,8 @@ def test_what_is_compiled_computes_the_same(changed):
     for compiled in (False, True):
         torch.compiler.reset()
         small = changed(replace(CONFIG, num_hidden_layers=2))
-        model = models.build(small, SINGLE, compile=compiled).eval()
-        models.initialize(model, 0)
+        model = tiny_models.build(small, SINGLE, compile=compiled).eval()
+        tiny_models.initialize(model, 0)
         with torch.no_grad():
             for name, p in model.named_parameters():
                 if name.endswith("lora_B"):

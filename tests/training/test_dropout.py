@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import Flat, Tiny, build, initialize, tiny
+from tiny_models import Flat, Tiny, build, initialize, tiny
 from torch import Tensor
 
 from dolmen.core.mesh import SINGLE

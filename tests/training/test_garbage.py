@@ -7,8 +7,8 @@ from itertools import pairwise
 import pytest
 import tinyrun
 import torch
-from models import Flat, build, initialize
 from rich.console import Console
+from tiny_models import Flat, build, initialize
 
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch

@@ -1,7 +1,7 @@
 """history.jsonl: rows that a crash may cut, and that nothing takes back."""
 
 import torch
-from models import Flat
+from tiny_models import Flat
 
 from dolmen.files import kinds
 from dolmen.files.rows import Tail

@@ -11,7 +11,7 @@ from statistics import median
 import pytest
 import tinyrun
 import torch
-from models import Flat, build, initialize
+from tiny_models import Flat, build, initialize
 
 import dolmen
 from dolmen.core import mesh as meshes

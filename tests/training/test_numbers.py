@@ -11,8 +11,8 @@ import pytest
 import tinyrun
 import torch
 import transformers
-from models import Flat, build, initialize
 from rich.console import Console
+from tiny_models import Flat, build, initialize
 from tinyrun import MODEL, rows
 
 from dolmen.core.mesh import SINGLE, Axis

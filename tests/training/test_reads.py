@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import flash_kernel
-import models
 import pytest
+import tiny_models
 import torch
-from models import Flat
 from spawning import Row
+from tiny_models import Flat
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dolmen.core import collectives, device
@@ -130,12 +130,12 @@ def batch(seed: int = 0) -> Batch:
 def made(case: Case, mesh, monkeypatch) -> TrainState:
     options = {}
     if case.hardware is None:
-        monkeypatch.setattr(models.building, "choose_kernels", lambda *_: case.kernels)
+        monkeypatch.setattr(tiny_models.building, "choose_kernels", lambda *_: case.kernels)
     else:
         options = dict(hardware=case.hardware, compute=torch.bfloat16)
     schedule = make_schedule("1f1b", 1, case.micros)
-    model = models.build(case.config, mesh, case.layout, schedule, **options)
-    models.initialize(model, 0)
+    model = tiny_models.build(case.config, mesh, case.layout, schedule, **options)
+    tiny_models.initialize(model, 0)
     config = OptimizerConfig()
     state = TrainState(model, adamw(model, config), config, 9, case.layout.zero, schedule)
     state.objective = case.objective

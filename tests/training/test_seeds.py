@@ -8,8 +8,8 @@ import math
 import pytest
 import tinyrun
 import torch
-from models import Flat, build, initialize
 from rich.console import Console
+from tiny_models import Flat, build, initialize
 
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE

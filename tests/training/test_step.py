@@ -8,7 +8,7 @@ import pytest
 import tinyrun
 import torch
 import torch.distributed as dist
-from models import Flat, build, initialize
+from tiny_models import Flat, build, initialize
 
 from dolmen.core import mesh as meshes
 from dolmen.core import state as states

@@ -1,4 +1,4 @@
-"""Small models of the tests: by flat fields, or as a config.json."""
+"""Tiny models of the tests: `Flat` names the fields of all families, `Tiny` takes any spec."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -42,8 +42,8 @@ __all__ = [
     "flat_model",
     "initialize",
     "load",
-    "mixing",
-    "of_layers",
+    "with_mixer_fields",
+    "with_num_layers",
     "tiny",
 ]
 
@@ -77,8 +77,9 @@ class FlatRope:
 
 @config()
 class Flat:
-    """One flat set of fields for all families: what a test varies is one word, whatever component
-    it belongs to."""
+    """A model as one flat set of fields for all families: a test varies a field by its name,
+    whatever component it belongs to.
+    """
 
     family: str = "llama"
     vocab_size: int = 32000
@@ -115,15 +116,13 @@ class Flat:
     initializer_range: float = 0.02
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a query of a layer sees; None: all before it."""
+        """The sliding window of a layer, in tokens, or None."""
         layers = self.sliding_layers
         return self.sliding_window if layers is None or layer in layers else None
 
     @property
     def experts(self) -> MoESpec:
-        """The feed-forward layer of those that are sparse. Raises ValueError for numbers that
-        cannot be.
-        """
+        """The expert layer of the sparse blocks. Raises ValueError for impossible numbers."""
         size = self.moe_intermediate_size
         return MoESpec(
             self.num_experts,
@@ -134,7 +133,7 @@ class Flat:
         )
 
     def block(self, layer: int) -> BlockSpec:
-        """A layer, counted from 0. Raises ValueError for numbers that cannot be."""
+        """Return the spec of a layer, counted from 0. Raises ValueError for impossible numbers."""
         bias = self.attention_bias
         sparse = self.num_experts > 0 and layer not in self.dense_layers
         rope = RopeSpec(self.head_dim, self.rope.theta, self.rope.component)
@@ -161,8 +160,8 @@ class Flat:
 
     @property
     def spec(self) -> ModelSpec:
-        """What is computed, whether a family can express it or not. Raises ValueError for numbers
-        that cannot be.
+        """The model's spec, whether a family can express it or not. Raises ValueError for
+        impossible numbers.
         """
         table = PositionTable(self.max_position_embeddings) if self.position == "learned" else None
         return ModelSpec(
@@ -177,7 +176,7 @@ class Flat:
 
     @property
     def training(self) -> Training:
-        """The training knobs among the fields."""
+        """The training options among the fields."""
         router = RouterTraining(
             self.router_balance, None, self.router_z_loss_coef, self.router_bias_rate
         )
@@ -185,31 +184,30 @@ class Flat:
 
     @property
     def model(self) -> Model:
-        """Its config.json. Raises ValueError where the family cannot express it."""
-        made = model_from_spec(self.spec, self.family)
-        # a width that no layer has is kept too
-        kept = replace_fields(
-            made, {made.family.names["intermediate_size"]: self.intermediate_size}
-        )
-        return kept if kept.spec == made.spec else made
+        """The model as its config.json. Raises ValueError where the family cannot express it."""
+        model = model_from_spec(self.spec, self.family)
+        # the config.json has an intermediate_size even where all layers are sparse
+        width = {model.family.names["intermediate_size"]: self.intermediate_size}
+        with_width = replace_fields(model, width)
+        return with_width if with_width.spec == model.spec else model
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """A model and the knobs of training inside it."""
+    """A model spec and its training options."""
 
     spec: ModelSpec
     training: Training = Training()
 
 
-def of_layers(model: Flat | Tiny, number: int) -> Tiny:
-    """The same with so many layers, of a model whose layers are alike."""
+def with_num_layers(model: Flat | Tiny, number: int) -> Tiny:
+    """Return `model` with `number` layers. Its layers must be alike."""
     (run,) = model.spec.runs
     return Tiny(replace(model.spec, runs=(replace(run, repeat=number),)), model.training)
 
 
-def mixing(model: Flat | Tiny, **fields) -> Tiny:
-    """The same with other fields of the mixer of every layer: what no family says yet."""
+def with_mixer_fields(model: Flat | Tiny, **fields) -> Tiny:
+    """Return `model` with other fields in the mixer spec of every layer."""
     runs = tuple(
         replace(run, blocks=tuple(replace(b, mixer=replace(b.mixer, **fields)) for b in run.blocks))
         for run in model.spec.runs
@@ -218,12 +216,12 @@ def mixing(model: Flat | Tiny, **fields) -> Tiny:
 
 
 def tiny(model_type: str, dropout: float = 0.0, **fields) -> Tiny:
-    """Of a config.json."""
+    """Return the model of a config.json with these fields."""
     return Tiny(Model({"model_type": model_type, **fields}).spec, Training(dropout))
 
 
 def flat_model(**fields) -> Model:
-    """Of flat fields; where they name no family, the first that can express them."""
+    """Return the model of flat fields; without `family`, of the first that can express them."""
     if "family" not in fields:
         for name in ("llama", *families()):
             with suppress(ValueError):
@@ -238,10 +236,10 @@ def build(
     schedule: Schedule | None = None,
     **options,
 ) -> Decoder:
-    """As model/build.py does, with the knobs of training among the fields."""
+    """Build and place a decoder as dolmen.model.build does, with the model's training options."""
     return building.build(flat.spec, mesh, layout, schedule, training=flat.training, **options)
 
 
 def decoder(flat: Flat | Tiny, split: ModelSplit | None = None) -> Decoder:
-    """Not placed: with values of torch.empty."""
+    """Return a decoder that is not placed; its values are those of torch.empty."""
     return Decoder(flat.spec, split, flat.training)
