@@ -2,6 +2,7 @@
 are held out.
 """
 
+import errno
 import fcntl
 import json
 import os
@@ -180,6 +181,18 @@ def test_the_digest_of_an_index_does_not_depend_on_the_order_of_its_keys():
     turned = {"digests": {"a": 2, "b": 1}, "tokens": 5}
     assert token_cache.digest_of(index) == token_cache.digest_of(turned)
     assert token_cache.digest_of({**index, "tokens": 6}) != token_cache.digest_of(index)
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_cache_is_built_on_a_file_system_without_locks(tmp_path, monkeypatch, error):
+    def flock(*_):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    folder = tmp_path / ("0" * 32)
+    with token_cache.lock(tmp_path / f"{folder.name}.lock"), token_cache.building(folder) as part:
+        (part / "text").write_text("a")
+    assert [path.name for path in tmp_path.rglob("*")] == [folder.name, "text"]
 
 
 def test_other_text_of_the_same_size_and_time_is_noticed(documents, built):
