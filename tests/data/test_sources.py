@@ -3,8 +3,11 @@ and line.
 """
 
 import gzip
+import io
 import json
+from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import datasets
 import pyarrow
@@ -12,6 +15,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from dolmen.data import readers
 from dolmen.data.quickstart_corpus import (
     STANDARD_LIBRARY,
     gzip_xz_bits,
@@ -381,3 +385,15 @@ def test_links_to_folders_are_told(tmp_path):
     assert len(source.files) == 1 and not source.left_out
     with pytest.raises(FileNotFoundError, match="none readable; skipped: 1 links to folders"):
         resolve_sources([str(data / "else*" / "*" / "*.txt")])
+
+
+@pytest.mark.parametrize("limit", [10, None])
+def test_a_line_is_read_no_further_than_a_row_may_be_long(monkeypatch, limit):
+    """A file of one endless line takes no more memory than a row."""
+    monkeypatch.setattr(readers, "TEXT_ROW", replace(readers.TEXT_ROW, size=50))
+    stream = io.BytesIO(b"short\n" + b"x" * 1000)
+    lines = readers.lines_of(stream, Path("a.jsonl"), limit)
+    assert next(lines) == b"short\n"
+    with pytest.raises(ValueError, match=rf"a.jsonl, line 2.* {limit or 50} bytes"):
+        next(lines)
+    assert stream.tell() == len("short\n") + (limit or 50) + 1
