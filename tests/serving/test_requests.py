@@ -12,9 +12,10 @@ from decoders import DECODERS, PROMPTS, VOCABULARY, decoder
 
 from dolmen.model import head
 from dolmen.serving import sampling
-from dolmen.serving.block_table import PAGE_SIZE
+from dolmen.serving.block_table import PAGE_SIZE, BlockTable
 from dolmen.serving.engine import Engine, run_whole
 from dolmen.serving.request import Limits, Request, SamplingParams
+from dolmen.serving.scheduler import Scheduler, SequenceGroup
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,29 @@ def test_where_pages_are_lacking_the_youngest_wait_and_nothing_changes(model):
     assert sum(reads) > 20 + 9 + 17 + 6 * 11  # some were read again
     with pytest.raises(ValueError, match="6 pages of 8 tokens, but the KV cache has 5: .* 21$"):
         engine.add(Request(LONG, SamplingParams(max_new_tokens=22)))
+
+
+@pytest.mark.parametrize("pages", [5, 6])
+def test_a_prompt_is_read_where_there_are_just_the_pages_of_its_samples(pages):
+    """Beside a text of 16 tokens, a prompt of 10 whose second page 3 samples copy: 6 pages of 8
+    tokens, as the block table has them in the end.
+    """
+    table = BlockTable(8)
+    scheduler = Scheduler(Limits(pages=pages, page=8), False, table)
+    for number, length, samples, read in ((0, 16, 1, 15), (1, 10, 3, 0)):
+        request = Request(range(length), samples=samples)
+        group = SequenceGroup(
+            number, request, range(samples), None, list(request.tokens), length, read
+        )
+        scheduler.running[number] = group
+    table.append({0: 15})
+    new = scheduler.schedule()
+    assert new == ({0: 1, 1: 10} if pages == 6 else {0: 1})
+    assert [group.number for group in scheduler.waiting] == ([] if pages == 6 else [1])
+    table.append({0: 1, 1: 10})
+    for child in (2, 3):
+        table.fork(1, child)
+    assert table.in_use == 6
 
 
 def test_what_is_cancelled_frees_its_pages_and_disturbs_nobody(model):
