@@ -1,18 +1,14 @@
 """What a gpu.json may hold: it may have come from another machine, and is read as any file is."""
 
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval, MaxLen
+
 from benchmarks.gpu.case import CHECKED
+from dolmen.core.config import NonNegative
 from dolmen.files.gate import MIB, Kind
-from dolmen.files.schema import (
-    Flag,
-    Int,
-    List,
-    Map,
-    Object,
-    Real,
-    String,
-    either,
-    optional,
-)
+from dolmen.files.kinds import NAME
+from dolmen.files.schema import typed_dict
 
 FORMAT = 1
 STATUS = {
@@ -24,35 +20,40 @@ STATUS = {
     "cut": "was ended, as all time was spent",
     "left": "not begun for want of time",
 }
-WORD = String(longest=1024)
+WORD = NAME
 # `plain` in case.py writes what is no number of JSON as a word
-NUMBER = either(Real(), String(("nan", "inf", "-inf")))
-CHECK = dict(zip(CHECKED, (WORD, NUMBER, NUMBER, Flag(), WORD), strict=True))
+NUMBER = float | Literal["nan", "inf", "-inf"]
+CHECK: dict[str, Any] = dict(zip(CHECKED, (WORD, NUMBER, NUMBER, bool, WORD), strict=True))
 CASE = {
     "stage": WORD,
     "name": WORD,
-    "status": String(tuple(STATUS)),
-    "expected": Real(0),
-    "seconds": Real(),
-    "values": Map(),
-    "checks": List(Object(CHECK, rest=None)),
-    "error": String(),
-    "repeat": String(),
+    "status": Literal[*STATUS],
+    "expected": NonNegative,
+    "seconds": float,
+    "values": dict[str, Any],
+    "checks": list[typed_dict(CHECK, rest=None)],
+    "error": str,
+    "repeat": str,
 }
-OPTIONS = {"device": String(("cuda", "cpu")), "shape": String(("full", "small", "tiny"))}
-MACHINE = {"python": WORD, "system": WORD, "commit": optional(WORD), "packages": Map(WORD)}
-RUNNING = {"stage": WORD, "name": WORD, "since": Real(), "limit": Real()}
-STAGE = {"about": WORD, "expected": Real(0), "seconds": Real(), "state": WORD, "error": String()}
+OPTIONS = {"device": Literal["cuda", "cpu"], "shape": Literal["full", "small", "tiny"]}
+MACHINE = {
+    "python": WORD,
+    "system": WORD,
+    "commit": Annotated[str | None, MaxLen(1024)],
+    "packages": dict[str, WORD],
+}
+RUNNING = {"stage": WORD, "name": WORD, "since": float, "limit": float}
+STAGE = {"about": WORD, "expected": NonNegative, "seconds": float, "state": WORD, "error": str}
 GPU_JSON = Kind(
-    Object(
+    typed_dict(
         {
-            "format": Int(FORMAT, FORMAT),
+            "format": Annotated[int, Interval(ge=FORMAT, le=FORMAT)],
             "made": WORD,
-            "options": Object(OPTIONS),
-            "machine": Object(MACHINE),
-            "stages": Map(Object(optional=STAGE)),
-            "cases": List(Object(CASE)),
-            "running": optional(Object(RUNNING)),
+            "options": typed_dict(OPTIONS),
+            "machine": typed_dict(MACHINE),
+            "stages": dict[str, typed_dict({}, STAGE)],
+            "cases": list[typed_dict(CASE)],
+            "running": typed_dict(RUNNING) | None,
         }
     ),
     size=64 * MIB,  # all stages leave about 1 MiB

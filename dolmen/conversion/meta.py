@@ -13,8 +13,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Interval
 from torch import Tensor
 
 from dolmen.conversion import sidecars
@@ -22,6 +23,7 @@ from dolmen.conversion.hf import FLOATS
 from dolmen.conversion.megatron.shares import Share, share
 from dolmen.conversion.sidecars import Joined
 from dolmen.conversion.weights import WeightsAlone, assemble
+from dolmen.core.config import AboveZero, NonNegative
 from dolmen.core.messages import plural
 from dolmen.families import Model, edit
 from dolmen.families.rules import Paired, Rename, Rule, StoredTensor, entries
@@ -29,7 +31,7 @@ from dolmen.files import gate, torch_files
 from dolmen.files.gate import Kind
 from dolmen.files.kinds import HEADS, LAYERS, POSITIONS, WIDTH
 from dolmen.files.safetensors import Spec, Stored
-from dolmen.files.schema import Flag, Int, Object, Real, optional
+from dolmen.files.schema import typed_dict
 from dolmen.model.spec import (
     AttentionSpec,
     BlockSpec,
@@ -46,14 +48,14 @@ from dolmen.model.spec import (
 PARAMS = "params.json"
 FILE = re.compile(r"consolidated\.(\d\d)\.pth")
 KIND = Kind(
-    Object(
-        required={"dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "norm_eps": Real(0)},
-        optional={
-            "n_kv_heads": optional(HEADS),
-            "vocab_size": Int(-1, 2**26),
-            "rope_theta": Real(0, above=True),
-            "use_scaled_rope": Flag(),
-            "rope_scaling_factor": optional(Real(0, above=True)),
+    typed_dict(
+        {"dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "norm_eps": NonNegative},
+        {
+            "n_kv_heads": HEADS | None,
+            "vocab_size": Annotated[int, Interval(ge=-1, le=2**26)],
+            "rope_theta": AboveZero,
+            "use_scaled_rope": bool,
+            "rope_scaling_factor": AboveZero | None,
             "max_seq_len": POSITIONS,
         },
     ),

@@ -189,21 +189,36 @@ def _refuse_bool(value: Any) -> Any:
     return value
 
 
-BOUNDS = {
+EXPECTED = {
     "greater_than": "over {gt:,}",
     "greater_than_equal": "at least {ge:,}",
     "less_than": "less than {lt:,}",
     "less_than_equal": "at most {le:,}",
-}
-KINDS = {
     "int_type": "a whole number",
     "int_from_float": "a whole number",
     "float_type": "a number",
     "finite_number": "finite",
     "bool_type": "true or false",
     "string_type": "text",
+    "string_too_long": "text of at most {max_length:,} characters",
+    "string_unicode": "text that UTF-8 can encode",
+    "literal_error": "{expected}",
+    "too_short": "at least {min_length:,}",
+    "too_long": "at most {max_length:,}",
+    "list_type": "a list",
+    "tuple_type": "a list",
     "dict_type": "a mapping",
 }
+
+
+def expectation(error: ErrorDetails) -> str:
+    """Return what a value must be by a pydantic error, to follow "it must be"; what we have no
+    words for keeps pydantic's message.
+    """
+    words, bounds = EXPECTED.get(error["type"]), error.get("ctx", {})
+    # 0, not 0.0
+    whole = {n: int(bound) for n, bound in bounds.items() if bound in (0.0, 1.0)}
+    return error["msg"] if words is None else words.format(**{**bounds, **whole})
 
 
 def describe_error(error: ErrorDetails, cls: type, section: str) -> str:
@@ -233,9 +248,7 @@ def describe_error(error: ErrorDetails, cls: type, section: str) -> str:
         return f"{option} is {brief(value)}: {choices(str(value), get_args(_type_at(cls, path)))}"
     if kind == "string_unicode":
         return f"{option} is {cut(ascii(value))}: UTF-8 cannot write it"
-    # what we have no words for keeps pydantic's message
-    must = BOUNDS[kind].format(**context) if kind in BOUNDS else KINDS.get(kind, error["msg"])
-    return f"{option} is {brief(value)}: it must be {must}"
+    return f"{option} is {brief(value)}: it must be {expectation(error)}"
 
 
 def _type_at(cls: type, path: Sequence[str]) -> Any:
@@ -351,17 +364,21 @@ class Words(tuple[str, ...]):
 
 
 def plain_type(hint: Any) -> Any:
-    """Return the bare type of a hint: without annotations, and without None."""
+    """Return the bare type of a hint: without annotations, and without None. A union of several
+    types stays as it is.
+    """
     if get_origin(hint) is typing.Annotated:
         return plain_type(get_args(hint)[0])
     if get_origin(hint) in (typing.Union, types.UnionType):
-        (hint,) = (one for one in get_args(hint) if one is not type(None))
-        return plain_type(hint)
+        among = [one for one in get_args(hint) if one is not type(None)]
+        return plain_type(among[0]) if len(among) == 1 else hint
     return hint
 
 
 def is_optional(hint: Any) -> bool:
     """Return True if None is a value of the type."""
+    if get_origin(hint) is typing.Annotated:
+        return is_optional(get_args(hint)[0])
     return type(None) in get_args(hint)
 
 

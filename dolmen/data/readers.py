@@ -24,7 +24,6 @@ import zstandard
 
 from dolmen.files.gate import MIB, Kind, Refused, parse_json, refuse
 from dolmen.files.kinds import TEXT_ROW
-from dolmen.files.schema import List, Object, either
 
 PACKED = (".gz", ".zst")
 # Text packs to a third or a tenth; the most repetitive logs to a hundredth.
@@ -114,7 +113,7 @@ if TYPE_CHECKING:
 # characters that are tokenised at once: 1 GB in one string would need 50 GB, and one core
 PIECE = 1 << 18
 LEAVE_OUT = "or leave the file out: move it, or name the others with a glob (notes/*.md)"
-ROWS = Kind(either(Object(), List(Object())), size=1024 * MIB, depth=64, constants=True)
+ROWS = Kind(dict[str, Any] | list[dict[str, Any]], size=1024 * MIB, depth=64, constants=True)
 Located = tuple[dict[str, Any], str]
 """A row, and its file and number for error messages."""
 

@@ -12,16 +12,17 @@ So the variant is assumed by these, with a warning; it can be stated as
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
+from dolmen.core.config import NonNegative
 from dolmen.families import common, llama
 from dolmen.families.family import Family, Field, activation_name
 from dolmen.families.rules import Rule, Split
 from dolmen.files import kinds
-from dolmen.files.schema import Real, String, optional
 from dolmen.model.spec import AlibiSpec, AttentionSpec, BlockSpec, ModelSpec, RopeSpec
 
-HEADS, POSITIONS = ("linear", "normalised"), ("rope", "alibi")
+HeadKind, PositionKind = Literal["linear", "normalised"], Literal["rope", "alibi"]
+HEADS, POSITIONS = get_args(HeadKind), get_args(PositionKind)
 TOKENS = (64000, 125696)  # of Baichuan and of Baichuan 2
 WIDE = 5120  # of 13B
 LONGEST = ("max_position_embeddings", "model_max_length")
@@ -96,28 +97,28 @@ FIELDS = (
     next(field for field in llama.FIELDS if field.name == "hidden_act"),
     Field(
         LONGEST[0],
-        optional(kinds.POSITIONS),
+        kinds.POSITIONS | None,
         None,
         "Maximum sequence length in tokens (ALiBi itself has no limit).",
         spell=_longest,
     ),
-    Field(LONGEST[1], optional(kinds.POSITIONS), None, "The same, by the name of the 13B model."),
+    Field(LONGEST[1], kinds.POSITIONS | None, None, "The same, by the name of the 13B model."),
     Field(
         "z_loss_weight",
-        optional(Real(0)),
+        NonNegative | None,
         None,
         "Weight of the max-z loss (mean squared largest logit); only 0 is supported.",
     ),
     Field(
         "head",
-        optional(String(HEADS)),
+        HeadKind | None,
         None,
         "normalised: rows of the head are scaled to norm 1 (Baichuan 2).",
         ours=True,
     ),
     Field(
         "positions",
-        optional(String(POSITIONS)),
+        PositionKind | None,
         None,
         "rope (7B), or alibi: scores fall with distance (13B).",
         ours=True,

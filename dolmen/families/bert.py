@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import MaxLen
 
 from dolmen.families import common, llama
 from dolmen.families.family import ACTIVATION, Family, Field, activation, activation_name, expect
 from dolmen.families.family import BESIDE as SPECIAL
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
-from dolmen.files.schema import Int, List, optional
 from dolmen.model.spec import (
     AttentionSpec,
     BlockSpec,
@@ -204,7 +205,7 @@ BERT = Family(
         *FIELDS,
         Field(
             "architectures",
-            optional(List(kinds.NAME, longest=16)),
+            Annotated[list[kinds.NAME] | None, MaxLen(16)],
             None,
             f"{BOTH}: with a next-sentence head. Otherwise {MASKED}.",
         ),
@@ -266,7 +267,7 @@ ROBERTA = Family(
         FIELDS,
         Field(
             PADDING,
-            optional(Int(-1, kinds.TOKEN.high)),
+            kinds.OPTIONAL_TOKEN,
             1,
             "Id of the padding token; positions start at pad_token_id + 1.",
         ),

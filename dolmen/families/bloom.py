@@ -11,7 +11,6 @@ from dolmen.families import common
 from dolmen.families.family import BESIDE, Family, Field
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
-from dolmen.files.schema import Flag
 from dolmen.model.spec import (
     AlibiSpec,
     AttentionSpec,
@@ -36,7 +35,7 @@ FIELDS = (
     ),
     Field(
         "apply_residual_connection_post_layernorm",
-        Flag(),
+        bool,
         False,
         (
             "Add the outputs of attention and MLP to the output of the norm before them, not to "

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
+from dolmen.core.config import AboveZero
 from dolmen.families import common, glm, special_tokens
 from dolmen.families.family import BESIDE, Family, Field, Ids, expect
 from dolmen.families.rules import Rule
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Real, String, optional
 from dolmen.model.spec import (
     AttentionSpec,
     BlankInfilling,
@@ -52,10 +52,10 @@ CHATGLM_FIELDS = (
         150004,
         "<sop>, start of the text that fills a blank.",
     ),
-    Field("mask_token_id", optional(kinds.TOKEN), None, "[MASK], a blank of some words."),
+    Field("mask_token_id", kinds.TOKEN | None, None, "[MASK], a blank of some words."),
     Field(
         "gmask_token_id",
-        optional(kinds.TOKEN),
+        kinds.TOKEN | None,
         None,
         "[gMASK], a blank at the end. None: positions of version 0.1.",
     ),
@@ -165,7 +165,8 @@ CHATGLM = Family(
 # as `"dolmen": {"rope_ratio_of": "positions"}`.
 
 THETA = 10000.0
-RATIO_OF = ("base", "positions")
+RatioOf = Literal["base", "positions"]
+RATIO_OF = get_args(RatioOf)
 NAMED = {"chatglm2": "positions", "chatglm3": "base", "glm-4": "base"}
 """Substring of `_name_or_path` -> what that checkpoint's code applies rope_ratio to."""
 CHATGLM2_FIELDS = (
@@ -186,7 +187,7 @@ CHATGLM2_FIELDS = (
     ),
     Field("num_layers", kinds.LAYERS, 28, "Decoder blocks.", ("num_hidden_layers",)),
     Field("num_attention_heads", kinds.HEADS, 32, "Query heads."),
-    Field("multi_query_attention", Flag(), False, "Multi-query (grouped-query) attention."),
+    Field("multi_query_attention", bool, False, "Multi-query (grouped-query) attention."),
     Field(
         "multi_query_group_num",
         kinds.HEADS,
@@ -196,12 +197,12 @@ CHATGLM2_FIELDS = (
     ),
     Field(
         "kv_channels",
-        optional(kinds.WIDTH),
+        kinds.WIDTH | None,
         128,
         "Size of one head. None: hidden_size / num_attention_heads.",
         common=("head_dim",),
     ),
-    Field("add_qkv_bias", Flag(), False, "Biases on q, k and v."),
+    Field("add_qkv_bias", bool, False, "Biases on q, k and v."),
     Field(
         "seq_length",
         kinds.POSITIONS,
@@ -211,13 +212,13 @@ CHATGLM2_FIELDS = (
     ),
     Field(
         "rope_ratio",
-        Real(0, above=True),
+        AboveZero,
         1.0,
         "Context extension factor; see rope_ratio_of.",
     ),
     Field(
         "rope_ratio_of",
-        optional(String(RATIO_OF)),
+        RatioOf | None,
         None,
         "base: rope's base is 10,000 x rope_ratio (ChatGLM3, GLM-4). positions: positions are "
         "divided by rope_ratio (ChatGLM2-6B-32K).",

@@ -5,14 +5,14 @@ checked.json: what `dolmen families` and docs/reference/families.md show.
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from dolmen.files import gate
-from dolmen.files.schema import List, Map
 
 PLAIN = "plain reference"
 """Reference of a case for which transformers has no class."""
 FILE = Path(__file__).with_name("checked.json")
-KIND = gate.Kind(List(Map()))
+KIND = gate.Kind(list[dict[str, Any]])
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+from dolmen.core.config import AboveZero
 from dolmen.families import common, llama, windows
 from dolmen.families.family import Family, Field, flag
 from dolmen.families.rules import Rule
-from dolmen.files.schema import Flag, Real, optional
 from dolmen.model.spec import ModelSpec, NormSpec, ParallelResidual, group_repeats
 
 # Command R (Cohere, 2024): Llama with LayerNorms without bias, parallel attention and mlp after one
@@ -62,11 +62,11 @@ COHERE = Family(
         llama.ATTENTION_BIAS,
         Field(
             "use_qk_norm",
-            optional(Flag()),
+            bool | None,
             False,
             "LayerNorm on every query and key head, with a weight per head.",
         ),
-        Field("logit_scale", Real(0, above=True), 0.0625, "Factor of logits."),
+        Field("logit_scale", AboveZero, 0.0625, "Factor of logits."),
         vocab_size=256000,
         hidden_size=8192,
         intermediate_size=22528,

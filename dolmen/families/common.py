@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from dolmen.core.config import NonNegative
 from dolmen.core.messages import divisor
 from dolmen.families.family import Field, activation, expect, flag, names
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Real
 from dolmen.model.spec import (
     AttentionSpec,
     BlankInfilling,
@@ -26,7 +26,7 @@ from dolmen.model.spec import (
 
 INITIALIZER_RANGE = Field(
     "initializer_range",
-    Real(0),
+    NonNegative,
     0.02,
     "Standard deviation of initial weights; output projections get it divided by sqrt(2 * layers).",
 )
@@ -41,14 +41,14 @@ def vocab_size(default: int) -> Field:
 def eps(name: str, default: float) -> Field:
     """Return the field of the norms' epsilon under the family's `name`, with its default."""
     help_text = "Added to the variance inside every norm."
-    return Field(name, Real(0), default, help_text, common=("norm_eps",))
+    return Field(name, NonNegative, default, help_text, common=("norm_eps",))
 
 
 QKV = tuple(f"layers.{{}}.attn.{part}" for part in "qkv")  # ours, of what stores them as one
 LAYER_NORM_EPS = eps("layer_norm_epsilon", 1e-5)
 # tie_word_embeddings, by the default of the family
 TIED = {
-    default: Field("tie_word_embeddings", Flag(), default, "Head and embedding are one parameter.")
+    default: Field("tie_word_embeddings", bool, default, "Head and embedding are one parameter.")
     for default in (False, True)
 }
 

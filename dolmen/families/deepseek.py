@@ -1,13 +1,13 @@
 """DeepSeek-V2, V3 and R1: multi-head latent attention and many small experts."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
+from dolmen.core.config import AboveZero
 from dolmen.families import common, experts, llama, rope
 from dolmen.families.family import Family, Field, activation_name, expect, flag
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Int, Real, String, optional
 from dolmen.model.spec import (
     BlockSpec,
     LatentAttentionSpec,
@@ -31,13 +31,13 @@ FIELDS = (
     *(field for field in llama.FIELDS if field.name not in SIZES_OF_HEADS),
     Field(
         "num_key_value_heads",
-        optional(kinds.HEADS),
+        kinds.HEADS | None,
         None,
         "Key and value heads; must equal the number of query heads.",
     ),
     Field(
         "q_lora_rank",
-        optional(kinds.WIDTH),
+        kinds.WIDTH | None,
         1536,
         "Rank of the query latent (LoRA rank of q). None: no latent.",
     ),
@@ -54,26 +54,26 @@ FIELDS = (
     Field("v_head_dim", kinds.WIDTH, 128, "Size of a value head."),
     Field(
         "attention_bias",
-        Flag(),
+        bool,
         False,
         "Biases on the down-projections to the latents and on the attention output projection.",
     ),
     experts.SIZE,
     Field(
         "n_shared_experts",
-        Int(1, kinds.EXPERTS.high),
+        kinds.EXPERTS,
         2,
         "Number of shared experts, which compute every token.",
     ),
     Field(
         "routed_scaling_factor",
-        Real(0, above=True),
+        AboveZero,
         1.0,
         "Factor of the routing weights.",
     ),
     Field(
         "first_k_dense_replace",
-        Int(0, kinds.LAYERS.high),
+        kinds.LAYER,
         0,
         "Number of dense layers before the MoE layers.",
     ),
@@ -240,7 +240,8 @@ def deepseek_rules(spec: ModelSpec) -> list[Rule]:
 # `norm_topk_prob`, and then ignores `routed_scaling_factor`. No published file sets it.
 
 PER_TOKEN = 6  # of both models; transformers computes nothing where none is stated
-METHODS = ("greedy", "group_limited_greedy")
+Method = Literal["greedy", "group_limited_greedy"]
+METHODS = get_args(Method)
 
 
 def read_deepseek_v2(config: dict[str, Any]) -> ModelSpec:
@@ -296,21 +297,21 @@ DEEPSEEK_V2 = Family(
         Field("n_routed_experts", kinds.EXPERTS, 64, experts.NUMBER, ("num_experts",)),
         Field(
             "num_experts_per_tok",
-            optional(kinds.EXPERTS),
+            kinds.EXPERTS | None,
             None,
             f"{experts.PER_TOKEN} None: {PER_TOKEN}.",
         ),
         Field(
             "topk_method",
-            optional(String(choices=METHODS)),
+            Method | None,
             "greedy",
             "Selection of a token's experts: greedy, or group_limited_greedy (from the groups "
             "with the best experts).",
         ),
-        Field("n_group", optional(kinds.EXPERTS), None, "Number of expert groups."),
+        Field("n_group", kinds.EXPERTS | None, None, "Number of expert groups."),
         Field(
             "topk_group",
-            optional(kinds.EXPERTS),
+            kinds.EXPERTS | None,
             None,
             "Number of groups from which a token's experts are selected.",
         ),
@@ -393,16 +394,16 @@ DEEPSEEK_V3 = Family(
             4,
             "Number of groups from which a token's experts are selected.",
         ),
-        Field("norm_topk_prob", optional(Flag()), True, experts.NORMALISED),
+        Field("norm_topk_prob", bool | None, True, experts.NORMALISED),
         Field(
             "rope_interleave",
-            optional(Flag()),
+            bool | None,
             True,
             "Rope rotates pairs of adjacent elements, not of the two halves.",
         ),
         Field(
             "num_nextn_predict_layers",
-            Int(0, kinds.LAYERS.high),
+            kinds.LAYER,
             1,
             "Multi-token-prediction layers in the files, which are skipped.",
             ("num_mtp_layers",),

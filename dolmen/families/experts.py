@@ -1,12 +1,14 @@
 """Fields and weight rules of a mixture-of-experts layer that several families share."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import MaxLen
+
+from dolmen.core.config import NonNegative
 from dolmen.families.family import Field, activation
 from dolmen.families.rules import Rename, Rule, Stack
 from dolmen.files import kinds
-from dolmen.files.schema import Int, List, Real, optional
 from dolmen.model.spec import MLPSpec, ModelSpec, MoESpec, RouterSpec
 
 NUMBER = "Number of experts of an MoE layer."
@@ -15,7 +17,7 @@ SIZE = Field("moe_intermediate_size", kinds.WIDTH, 768, "Width of an expert.")
 NORMALISED = "Normalise the routing weights of a token to sum to 1."
 AUX_LOSS = Field(
     "router_aux_loss_coef",
-    Real(0),
+    NonNegative,
     0.001,
     "Weight of the auxiliary load-balancing loss, summed over layers, mean over sequences; "
     "--train.router.aux-loss-coef overrides it.",
@@ -36,7 +38,7 @@ WHICH = (
     ),
     Field(
         "mlp_only_layers",
-        optional(List(Int(0, kinds.LAYERS.high), longest=kinds.LAYERS.high)),
+        Annotated[list[kinds.LAYER] | None, MaxLen(kinds.MOST_LAYERS)],
         None,
         "Layers that stay dense, counted from 0.",
         common=("dense_layers",),

@@ -10,7 +10,9 @@ q, k, v are stored per key-value head, first its queries: [q ... q, k, v] of one
 of the classic layout.
 """
 
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Interval
 
 from dolmen.core.messages import plural
 from dolmen.families import common, rope
@@ -25,7 +27,6 @@ from dolmen.families.family import (
 )
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Int, optional
 from dolmen.model.spec import (
     AttentionSpec,
     BlockSpec,
@@ -44,47 +45,47 @@ FIELDS = (
     Field("num_attention_heads", kinds.HEADS, 71, "Query heads."),
     Field(
         "num_kv_heads",
-        optional(kinds.HEADS),
+        kinds.HEADS | None,
         None,
         "Key and value heads with new_decoder_architecture. None: as many as query heads.",
         common=("num_key_value_heads",),
     ),
     Field(
         "new_decoder_architecture",
-        optional(Flag()),
+        bool | None,
         False,
         "Grouped-query attention, computed in parallel with the feed-forward layer, each with its "
         "own norm.",
     ),
     Field(
         "multi_query",
-        optional(Flag()),
+        bool | None,
         True,
         "Without new_decoder_architecture: one key-value head, not one per query head.",
     ),
     Field(
         "parallel_attn",
-        optional(Flag()),
+        bool | None,
         True,
         "Compute attention and feed-forward layer in parallel, not one after the other.",
     ),
     Field(
         "num_ln_in_parallel_attn",
-        optional(Int(1, 2)),
+        Annotated[int | None, Interval(ge=1, le=2)],
         None,
         "Number of norms before parallel attention and feed-forward layer. None: 2 with "
         "new_decoder_architecture, else 1.",
     ),
-    Field("bias", optional(Flag()), False, "Biases on all linears."),
+    Field("bias", bool | None, False, "Biases on all linears."),
     Field(
         "alibi",
-        optional(Flag()),
+        bool | None,
         False,
         "ALiBi in place of rope; needs as many key-value heads as query heads.",
     ),
     Field(
         "ffn_hidden_size",
-        optional(kinds.WIDTH),
+        kinds.WIDTH | None,
         None,
         "Width of the feed-forward layer; None: 4 hidden_size.",
         common=("intermediate_size",),

@@ -11,13 +11,18 @@ imports torch, because the options of the command line are built from the fields
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, Literal, TypeVar, get_type_hints
 
+from typing_extensions import is_typeddict
+
+from dolmen.core.config import plain_type
 from dolmen.core.messages import brief
 from dolmen.families.rules import Rule
 from dolmen.files import kinds
-from dolmen.files.schema import Either, Flag, Object, Real, Schema, String, optional
+from dolmen.files.schema import typed_dict
 from dolmen.model.spec import ClampedSwiGLU, ModelSpec
 from dolmen.model.spec.layers import Activation
 
@@ -74,7 +79,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_python_tanh": "gelu_tanh",
 }
 
-ACTIVATION = String(tuple(ACTIVATIONS))  # what a field that names one may hold
+ACTIVATION = Literal[*ACTIVATIONS]  # what a field that names one may hold
 
 RESERVED = "dolmen"  # field of what no config.json can say; not exported
 
@@ -110,13 +115,13 @@ HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class Field:
-    """A field of config.json that the family reads: name, schema, default, and the option that sets
+    """A field of config.json that the family reads: name, type, default, and the option that sets
     it.
     """
 
     name: str
-    kind: Schema
-    """Allowed values. The type of the command-line option follows from it."""
+    kind: Any
+    """Type hint of the allowed values. The type of the command-line option follows from it."""
     default: Any = None
     """Default of an absent field: that of the config class in transformers."""
     help: str = ""
@@ -139,13 +144,13 @@ def mapping(name: str, *inside: Field, spell: Callable | None = None, ours: bool
     """Return a field that is null or a mapping of the fields `inside`. `spell` and `ours`: as in
     `Field`.
     """
-    kind = optional(Object(optional={one.name: one.kind for one in inside}))
+    kind = typed_dict({}, {one.name: one.kind for one in inside}) | None
     return Field(name, kind, nested=inside, spell=spell, ours=ours)
 
 
 # Field of families whose files may leave out the prefix of names; exports then leave it out too.
 BARE = Field(
-    "bare_names", Flag(), False, "Names of tensors leave out what they begin with.", ours=True
+    "bare_names", bool, False, "Names of tensors leave out what they begin with.", ours=True
 )
 
 
@@ -226,6 +231,22 @@ class Family:
     def name(self) -> str:
         """Name of the family in the registry."""
         return self.registry_name or self.model_type
+
+    @cached_property
+    def schema(self) -> Any:
+        """Type hint of a config.json of the family: its fields under each of their names, special
+        tokens, dtype, and dolmen's own fields.
+        """
+        fields = {n: f.kind for f in self.fields if not f.ours for n in (f.name, *f.aliases)}
+        # under "dolmen", where unknown keys are errors
+        ours = {f.name: f.kind for f in self.fields if f.ours}
+        others = {
+            RESERVED: typed_dict({}, ours, rest=None),
+            **kinds.SPECIAL_TOKENS,
+            **dict.fromkeys(("dtype", "torch_dtype"), kinds.NAME | None),
+            "auto_map": dict[str, kinds.NAME | list[kinds.NAME | None]] | None,
+        }
+        return typed_dict({"model_type": kinds.NAME}, fields | others)
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -338,21 +359,14 @@ def spell_field(field: Field, config: Mapping[str, Any], value: Any) -> dict[str
     return dict.fromkeys(_spellings(field, config) or [field.name], value)
 
 
-def parse_numbers(value: Any, kind: Schema) -> Any:
-    """Return `value` with strings such as "1e-05" converted to floats where the schema `kind` has a
+def parse_numbers(value: Any, hint: Any) -> Any:
+    """Return `value` with strings such as "1e-05" converted to floats where its type hint is a
     number, because YAML reads them as text and JSON as numbers.
     """
-    match kind:
-        case Real() if isinstance(value, str):
-            try:
-                return float(value)
-            except ValueError:
-                return value
-        # null or a number: each alternative may convert it
-        case Either(several):
-            for one in several:
-                value = parse_numbers(value, one)
-        case Object(_, fields) if isinstance(value, dict):
-            inside = {n: parse_numbers(value[n], one) for n, one in fields.items() if n in value}
-            return {**value, **inside}
+    if isinstance(value, str) and plain_type(hint) is float:
+        with suppress(ValueError):
+            return float(value)
+    if isinstance(value, dict) and is_typeddict(plain_type(hint)):
+        hints = get_type_hints(plain_type(hint))
+        return {name: parse_numbers(item, hints.get(name)) for name, item in value.items()}
     return value

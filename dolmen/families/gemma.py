@@ -3,12 +3,15 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Interval
+
+from dolmen.core.config import AboveZero
 from dolmen.families import common, llama, rope, windows
 from dolmen.families.family import Family, Field, OuterModel, expect
 from dolmen.families.rules import Rule
-from dolmen.files.schema import Int, Object, Real, optional
+from dolmen.files.schema import typed_dict
 from dolmen.model.spec import (
     AttentionSpec,
     BlockSpec,
@@ -192,19 +195,19 @@ GEMMA2 = Family(
         windows.types("every other layer, starting with the first, is sliding_attention"),
         Field(
             "query_pre_attn_scalar",
-            Int(1, 1 << 20),
+            Annotated[int, Interval(ge=1, le=1 << 20)],
             256,
             "Attention scores are divided by its square root.",
         ),
         Field(
             "attn_logit_softcapping",
-            optional(Real(0, above=True)),
+            AboveZero | None,
             50.0,
             "Soft cap of attention scores: cap * tanh(score / cap). None: no cap.",
         ),
         Field(
             "final_logit_softcapping",
-            optional(Real(0, above=True)),
+            AboveZero | None,
             30.0,
             "Soft cap of logits: cap * tanh(logit / cap). None: no cap.",
         ),
@@ -288,17 +291,17 @@ def _mixers(spec: ModelSpec) -> Iterable[AttentionSpec]:
     return (expect(block.mixer, AttentionSpec, "mixer") for block in spec.blocks)
 
 
-STATED = Object(optional={field.name: field.kind for field in (*rope.PARAMETERS, *rope.NEVER)})
-OF_TYPES = tuple(Field(kind, optional(STATED)) for kind in (FULL, SLIDING))
+STATED = typed_dict({}, {field.name: field.kind for field in (*rope.PARAMETERS, *rope.NEVER)})
+OF_TYPES = tuple(Field(kind, STATED | None) for kind in (FULL, SLIDING))
 # not command-line options: they could not say which of the two ropes they mean
 ROPES = (
     Field(
         "rope_parameters",
-        optional(Object(optional={field.name: field.kind for field in OF_TYPES}, rest=None)),
+        typed_dict({}, {field.name: field.kind for field in OF_TYPES}, rest=None) | None,
         nested=OF_TYPES,
     ),
     *(field for field in rope.fields(theta=1000000.0) if field.name != "rope_parameters"),
-    Field(LOCAL, Real(0, above=True), 10000.0),
+    Field(LOCAL, AboveZero, 10000.0),
 )
 OTHER = {*(field.name for field in ROPES), "layer_types"}
 

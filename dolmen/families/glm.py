@@ -9,7 +9,6 @@ from dolmen.families import common, llama, rope, special_tokens
 from dolmen.families.family import BARE, BESIDE, Family, Field, Ids, expect
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, optional
 from dolmen.model.spec import (
     AttentionSpec,
     BlankInfilling,
@@ -220,7 +219,7 @@ GLM_10B_FIELDS = (
     *sizes(1024, 24, 16),
     longest(512, "Maximum sequence length in tokens: rows of each position embedding, minus 1."),
     common.INITIALIZER_RANGE,
-    Field("tie_word_embeddings", Flag(), True, "Head and embedding are one parameter."),
+    Field("tie_word_embeddings", bool, True, "Head and embedding are one parameter."),
     special_tokens.SPECIAL_TOKENS,
     BARE,
 )
@@ -350,7 +349,7 @@ GLM_130B_FIELDS = (
     *sizes(12288, 70, 96),
     Field(
         "inner_hidden_size",
-        optional(kinds.WIDTH),
+        kinds.WIDTH | None,
         None,
         "Width of the feed-forward layer; None: 8 / 3 of hidden_size, rounded down.",
         common=("intermediate_size",),

@@ -8,7 +8,6 @@ from dolmen.families import common
 from dolmen.families.family import ACTIVATION, BESIDE, Family, Field
 from dolmen.families.rules import Rename, Rule, Split, Transpose
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, optional
 from dolmen.model.spec import AttentionSpec, BlockSpec, EmbeddingSpec, ModelSpec, PositionTable
 
 # What GPT-2 and its descendants share: the fields of config.json, a plain mlp, and the names of the
@@ -28,7 +27,7 @@ GPT2_LIKE_FIELDS = (
     Field("n_head", kinds.HEADS, 12, "Heads.", ("num_attention_heads",)),
     Field(
         "n_inner",
-        optional(kinds.WIDTH),
+        kinds.WIDTH | None,
         None,
         "Width of the feed-forward layer; None: 4 n_embd.",
         common=("intermediate_size",),
@@ -144,7 +143,7 @@ GPT_BIGCODE_FIELDS = (
         replace(one, default="gelu_pytorch_tanh") if one.name == "activation_function" else one
         for one in GPT2_LIKE_FIELDS
     ),
-    Field("multi_query", Flag(), True, "One key-value head, not one per query head."),
+    Field("multi_query", bool, True, "One key-value head, not one per query head."),
 )
 
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Len
 
 from dolmen.core.messages import plural
 from dolmen.families import common, gpt2, rope, windows
@@ -18,7 +20,6 @@ from dolmen.families.family import (
 from dolmen.families.gpt2 import LAYER, OURS
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Int, List, String, TupleOf, optional
 from dolmen.model.spec import (
     AttentionSpec,
     BlockSpec,
@@ -36,7 +37,7 @@ from dolmen.model.spec import (
 # (`attention_layers`).
 
 GLOBAL, LOCAL = "global", "local"
-KINDS = List(String((GLOBAL, LOCAL)), 1, kinds.LAYERS.high)
+KINDS = Annotated[list[Literal[GLOBAL, LOCAL]], Len(1, kinds.MOST_LAYERS)]
 LAYERS, TYPES = "attention_layers", "attention_types"
 
 
@@ -58,24 +59,24 @@ GPT_NEO_FIELDS = (
     Field("hidden_size", kinds.WIDTH, 2048, "Width of the residual stream."),
     Field("num_layers", kinds.LAYERS, 24, "Decoder blocks.", ("num_hidden_layers",)),
     Field("num_heads", kinds.HEADS, 16, "Heads.", ("num_attention_heads",)),
-    Field(TYPES, optional(List(TupleOf((KINDS, kinds.LAYERS)), 1, kinds.LAYERS.high))),
+    Field(TYPES, Annotated[list[tuple[KINDS, kinds.LAYERS]] | None, Len(1, kinds.MOST_LAYERS)]),
     Field(
         LAYERS,
-        optional(KINDS),
+        KINDS | None,
         None,
         f"{GLOBAL} or {LOCAL}, per layer. None: alternating, {GLOBAL} first.",
         spell=_spell,
     ),
     Field(
         "window_size",
-        Int(1, kinds.POSITIONS.high),
+        kinds.POSITIONS,
         256,
         f"Window of {LOCAL} layers in tokens, including the query.",
         common=("sliding_window",),
     ),
     Field(
         "intermediate_size",
-        optional(kinds.WIDTH),
+        kinds.WIDTH | None,
         None,
         "Width of the feed-forward layer; None: 4 hidden_size.",
     ),
@@ -197,11 +198,11 @@ GPT_NEOX_FIELDS = (
     ),
     Field(
         "use_parallel_residual",
-        Flag(),
+        bool,
         True,
         "Compute attention and feed-forward layer in parallel, not one after the other.",
     ),
-    Field("attention_bias", Flag(), True, "Biases on q, k, v and the attention output projection."),
+    Field("attention_bias", bool, True, "Biases on q, k, v and the attention output projection."),
     Field("max_position_embeddings", kinds.POSITIONS, 2048, "Longest sequence, tokens."),
     *rope.fields(
         part=0.25, outer={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}

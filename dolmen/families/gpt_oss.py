@@ -8,10 +8,10 @@ turns. The published files store them in MXFP4, which is refused as all quantise
 from dataclasses import replace
 from typing import Any
 
+from dolmen.core.config import AboveZero
 from dolmen.families import common, experts, llama, windows
 from dolmen.families.family import Family, Field, expect
 from dolmen.families.rules import BareParameter, Each, Rename, Rule, Split, Transpose
-from dolmen.files.schema import Flag, Real
 from dolmen.model.spec import ClampedSwiGLU, ModelSpec, MoESpec, group_repeats
 
 WINDOW = 128
@@ -112,16 +112,16 @@ GPT_OSS = Family(
             *experts.FIELDS,
         ),
         windows.types("every other layer, starting with the first, is sliding_attention"),
-        replace(llama.ATTENTION_BIAS, kind=Flag(), default=True),
+        replace(llama.ATTENTION_BIAS, kind=bool, default=True),
         Field(
             "swiglu_alpha",
-            Real(0, above=True),
+            AboveZero,
             1.702,
             "Factor alpha in the experts' SwiGLU: sigmoid(alpha x).",
         ),
         Field(
             "swiglu_limit",
-            Real(0, above=True),
+            AboveZero,
             7.0,
             (
                 "Limit of the experts' SwiGLU: the gate is clamped from above, the up projection "

@@ -5,9 +5,9 @@ embedding, of the branches' outputs, of attention scores, and a divisor of the l
 from dataclasses import replace
 from typing import Any
 
+from dolmen.core.config import AboveZero
 from dolmen.families import common, llama, windows
 from dolmen.families.family import Family, Field, expect
-from dolmen.files.schema import Real
 from dolmen.model.spec import ModelSpec, SequentialResidual
 
 
@@ -48,7 +48,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-POSITIVE = Real(0, above=True)
+POSITIVE = AboveZero
 
 GRANITE = Family(
     model_type="granite",

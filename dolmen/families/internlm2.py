@@ -7,10 +7,9 @@ from typing import Any
 from dolmen.families import common, llama, windows
 from dolmen.families.family import Family, Field
 from dolmen.families.rules import Rename, Rule, Split
-from dolmen.files.schema import Flag
 from dolmen.model.spec import ModelSpec
 
-BIAS = Field("bias", Flag(), False, "Biases on q, k, v and on the attention output projection.")
+BIAS = Field("bias", bool, False, "Biases on q, k, v and on the attention output projection.")
 FIELDS = llama.drop_fields(llama.FIELDS, "head_dim")
 
 

@@ -17,7 +17,6 @@ from dolmen.families.family import (
 )
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, optional
 from dolmen.model.spec import (
     AttentionSpec,
     BlockSpec,
@@ -51,13 +50,13 @@ BEFORE = (  # rope
     Field("num_attention_heads", kinds.HEADS, 32, "Query heads."),
     Field(
         "num_key_value_heads",
-        optional(kinds.HEADS),
+        kinds.HEADS | None,
         None,
         "Key and value heads; fewer than query heads is grouped-query attention. None: as many.",
     ),
     Field(
         "head_dim",
-        optional(kinds.WIDTH),
+        kinds.WIDTH | None,
         None,
         "Size of one head. None: hidden_size / num_attention_heads.",
     ),
@@ -85,7 +84,7 @@ def fields_with(
 FIELDS = fields_with()
 ATTENTION_BIAS = Field(
     "attention_bias",
-    optional(Flag()),
+    bool | None,
     False,
     "Biases on q, k, v and the attention output projection.",
 )
@@ -259,7 +258,7 @@ LLAMA = Family(
     fields=(
         *FIELDS,
         ATTENTION_BIAS,
-        Field("mlp_bias", optional(Flag()), False, "Biases on the feed-forward projections."),
+        Field("mlp_bias", bool | None, False, "Biases on the feed-forward projections."),
     ),
     only=windows.NONE,
     extra_fields=BESIDE,

@@ -33,7 +33,7 @@ from dolmen.families.family import (
     spell_field,
 )
 from dolmen.files import kinds
-from dolmen.files.schema import List, Map, Mismatch, Object, check_value, either, optional
+from dolmen.files.schema import Mismatch, check_value
 from dolmen.model.spec import ModelSpec, ScalarHeadSpec
 
 ENDING = "ForSequenceClassification"
@@ -136,7 +136,7 @@ class Model(CustomValue):
         """
         family = self.family
         try:
-            check_value(self.config, schema(family))
+            check_value(self.config, family.schema)
         except Mismatch as error:
             # a schema mismatch names field and value itself
             raise ValueError(str(error)) from None
@@ -194,8 +194,7 @@ class Model(CustomValue):
         """
         if not isinstance(value, dict):
             raise ValueError(f"it must be a config.json, a mapping, not {brief(value)}")
-        family = known.family_of(value)
-        return cls(parse_numbers(deepcopy(value), schema(family)))
+        return cls(parse_numbers(deepcopy(value), known.family_of(value).schema))
 
 
 def check_matrix_count(spec: ModelSpec) -> ModelSpec:
@@ -209,19 +208,6 @@ def check_matrix_count(spec: ModelSpec) -> ModelSpec:
             f"{kinds.MOST_MATRICES:,}"
         )
     return spec
-
-
-def schema(family: Family) -> Object:
-    """Return the schema of a config.json of the family: the kinds of its fields under each of their
-    names, of special tokens and dtype, and of dolmen's own fields.
-    """
-    fields = {name: f.kind for f in family.fields if not f.ours for name in (f.name, *f.aliases)}
-    # under "dolmen", where unknown keys are errors
-    ours = {f.name: f.kind for f in family.fields if f.ours}
-    every = {**kinds.SPECIAL_TOKENS, "dtype": optional(kinds.NAME)}
-    own = {RESERVED: Object(optional=ours, rest=None), "torch_dtype": optional(kinds.NAME)}
-    own["auto_map"] = optional(Map(either(kinds.NAME, List(optional(kinds.NAME)))))
-    return Object(required={"model_type": kinds.NAME}, optional={**fields, **every, **own})
 
 
 def explicit_fields(model: Model) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from dolmen.core.config import AboveZero
 from dolmen.core.messages import brief
 from dolmen.families import common
 from dolmen.families.family import BESIDE, Family, Field, mapping
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
-from dolmen.files.schema import Anything, Real, optional
 from dolmen.model.spec import AlibiSpec, AttentionSpec, BlockSpec, MLPSpec, ModelSpec
 
 
@@ -27,13 +27,13 @@ def _spell(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, An
 ATTENTION = (
     Field(
         "clip_qkv",
-        optional(Real(0, above=True)),
+        AboveZero | None,
         None,
         "Clip queries, keys and values to this absolute value. None: no clipping.",
     ),
     Field(
         "softmax_scale",
-        optional(Real(0, above=True)),
+        AboveZero | None,
         None,
         "Factor of attention scores. None: 1 / sqrt(d_model / n_heads).",
     ),
@@ -53,7 +53,7 @@ FIELDS = (
     common.vocab_size(50368),
     Field(
         "expansion_ratio",
-        Real(0, above=True),
+        AboveZero,
         4,
         "Width of the feed-forward layer relative to d_model; transformers supports only 4.",
     ),
@@ -70,7 +70,7 @@ FIELDS = (
     mapping(
         "attn_config",
         *ATTENTION,
-        *(Field(name, Anything()) for name in (*ONLY, *HARMLESS)),
+        *(Field(name, Any) for name in (*ONLY, *HARMLESS)),
         spell=_spell,
     ),
     *common.last_fields(common.LAYER_NORM_EPS, tied=True),

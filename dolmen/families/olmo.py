@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
+from dolmen.core.config import AboveZero
 from dolmen.families import common, experts, llama, windows
 from dolmen.families.family import Family, Field, expect
 from dolmen.families.rules import Rule
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Real, optional
 from dolmen.model.spec import ModelSpec, MoESpec, NormSpec, SequentialResidual
 
 # OLMo (2402.00838): Llama with LayerNorms without parameters, whose epsilon (1e-5) no field states;
@@ -16,7 +16,7 @@ from dolmen.model.spec import ModelSpec, MoESpec, NormSpec, SequentialResidual
 NORM = NormSpec("layernorm", 1e-5, affine=False)
 CLIP = Field(
     "clip_qkv",
-    optional(Real(0, above=True)),
+    AboveZero | None,
     None,
     "Clip queries, keys and values to this absolute value. None: no clipping.",
 )
@@ -178,7 +178,7 @@ OLMOE = Family(
         ),
         llama.ATTENTION_BIAS,
         CLIP,
-        Field("norm_topk_prob", Flag(), False, experts.NORMALISED),
+        Field("norm_topk_prob", bool, False, experts.NORMALISED),
         vocab_size=50304,
         hidden_size=2048,
         intermediate_size=2048,

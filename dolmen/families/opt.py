@@ -12,7 +12,6 @@ from dolmen.families import common
 from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation_name
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, optional
 from dolmen.model.spec import (
     AttentionSpec,
     BlockSpec,
@@ -29,7 +28,7 @@ FIELDS = (
     Field("hidden_size", kinds.WIDTH, 768, "Width of the residual stream."),
     Field(
         "word_embed_proj_dim",
-        optional(kinds.WIDTH),
+        kinds.WIDTH | None,
         None,
         "Width of embedding and head; if it differs from hidden_size, linear layers project in "
         "and out. None: hidden_size.",
@@ -52,13 +51,13 @@ FIELDS = (
     ),
     Field(
         "do_layer_norm_before",
-        Flag(),
+        bool,
         True,
         "Norms before each layer and before the head (pre-norm), not after each layer (post-norm).",
     ),
-    Field("_remove_final_layer_norm", Flag(), False, "No norm before the head."),
-    Field("enable_bias", Flag(), True, "Biases on all linears but the head."),
-    Field("layer_norm_elementwise_affine", Flag(), True, "Norms have weights and biases."),
+    Field("_remove_final_layer_norm", bool, False, "No norm before the head."),
+    Field("enable_bias", bool, True, "Biases on all linears but the head."),
+    Field("layer_norm_elementwise_affine", bool, True, "Norms have weights and biases."),
     Field(
         "max_position_embeddings",
         kinds.POSITIONS,

@@ -6,7 +6,6 @@ from typing import Any
 from dolmen.families import common, llama, rope, windows
 from dolmen.families.family import Family, Field, activation, expect
 from dolmen.families.rules import Rename, Rule, Split
-from dolmen.files.schema import Flag
 from dolmen.model.spec import (
     LongRopeScaling,
     MLPSpec,
@@ -78,7 +77,7 @@ PHI = Family(
     rules=phi_rules,
     fields=llama.change_fields(
         PHI_FIELDS,
-        Field("qk_layernorm", Flag(), False, "LayerNorm on every query and key head."),
+        Field("qk_layernorm", bool, False, "LayerNorm on every query and key head."),
         vocab_size=51200,
         hidden_size=2048,
         intermediate_size=8192,

@@ -7,11 +7,11 @@ columns. First files say n_embd, n_layer, n_head, n_positions and ffn_hidden_siz
 
 from typing import Any
 
+from dolmen.core.config import AboveZero
 from dolmen.families import common
 from dolmen.families.family import BESIDE, Family, Field, expect
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Real
 from dolmen.model.spec import (
     AttentionSpec,
     BlockSpec,
@@ -37,7 +37,7 @@ FIELDS = (
     Field("kv_channels", kinds.WIDTH, 128, "Size of one head.", common=("head_dim",)),
     Field(
         "no_bias",
-        Flag(),
+        bool,
         True,
         "Only q, k, v have biases, not the output projection and the feed-forward layer.",
     ),
@@ -51,20 +51,20 @@ FIELDS = (
     Field("seq_length", kinds.POSITIONS, 2048, "Context length of pretraining in tokens."),
     Field(
         "use_dynamic_ntk",
-        Flag(),
+        bool,
         True,
         "Larger rope base for sequences over seq_length (inference only).",
     ),
     Field(
         "use_logn_attn",
-        Flag(),
+        bool,
         True,
         "Multiply the query of token i by log(i) to the base seq_length, if over 1 (inference "
         "only).",
     ),
     Field(
         "rotary_emb_base",
-        Real(0, above=True),
+        AboveZero,
         10000.0,
         "Base of the geometric series of wavelengths.",
         common=("rope_theta",),

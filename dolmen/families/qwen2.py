@@ -7,7 +7,6 @@ from dolmen.families import common, experts, llama, windows
 from dolmen.families.family import Family, Field, expect
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Int
 from dolmen.model.spec import MLPSpec, ModelSpec, MoESpec
 
 # Qwen2 and Qwen2.5 (2407.10671): Llama with biases on q, k, v and a sliding window in some layers.
@@ -19,7 +18,7 @@ FIELDS = llama.change_fields(
     windows.USED,
     Field(
         "max_window_layers",
-        Int(0, kinds.POSITIONS.high),
+        kinds.POSITION,
         28,
         "Number of layers without a sliding window at the start, if layer_types is None.",
     ),
@@ -181,8 +180,8 @@ QWEN2_MOE = Family(
             5632,
             "Width of the shared expert, which computes every token.",
         ),
-        Field("norm_topk_prob", Flag(), False, experts.NORMALISED),
-        Field("qkv_bias", Flag(), True, "Biases on q, k and v."),
+        Field("norm_topk_prob", bool, False, experts.NORMALISED),
+        Field("qkv_bias", bool, True, "Biases on q, k and v."),
         hidden_size=2048,
         intermediate_size=5632,
         num_hidden_layers=24,
@@ -300,7 +299,7 @@ QWEN3_MOE = Family(
         llama.ATTENTION_BIAS,
         windows.USED,
         experts.SIZE,
-        Field("norm_topk_prob", Flag(), False, experts.NORMALISED),
+        Field("norm_topk_prob", bool, False, experts.NORMALISED),
         *experts.WHICH,
         vocab_size=151936,
         hidden_size=2048,

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from annotated_types import Interval, MaxLen
+
+from dolmen.core.config import AboveZero, NonNegative
 from dolmen.core.messages import brief, plural
 from dolmen.families.family import Field, mapping
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, List, Real, Schema, String, optional
 from dolmen.model.spec import (
     DynamicScaling,
     LinearScaling,
@@ -45,12 +47,13 @@ BESIDE = {
 }
 USED = {of: (*needed, *BESIDE.get(of, ())) for of, needed in NEEDED.items()}
 OLDER = {"su": "longrope"}  # names of types
-TYPE = String((*USED, *OLDER))
-TURNS = optional(Real(2**-20, 2**20))  # a wavelength is divided by it
+TYPE = Literal[*USED, *OLDER]
+PAIRS = Annotated[list[AboveZero] | None, MaxLen(2**22)]
+TURNS = Annotated[float, Interval(ge=2**-20, le=2**20)] | None  # a wavelength is divided by it
 PARAMETERS = (
     Field(
         "rope_theta",
-        Real(0, above=True),  # a wavelength is a power of it
+        AboveZero,  # a wavelength is a power of it
         None,
         "Base of the geometric series of wavelengths.",
         common=("rope_theta", "rope.theta"),
@@ -67,28 +70,28 @@ PARAMETERS = (
     ),
     Field(
         "factor",
-        optional(Real(0, above=True)),
+        AboveZero | None,
         None,
         "Context extension factor of linear, llama3, yarn and dynamic.",
         common=("rope_scaling.factor", "rope.factor"),
     ),
     Field(
         "low_freq_factor",
-        optional(Real(0, above=True)),
+        AboveZero | None,
         None,
         "llama3: wavelengths longer than original / this are divided by `factor`.",
         common=("rope_scaling.low_freq_factor", "rope.low_freq_factor"),
     ),
     Field(
         "high_freq_factor",
-        optional(Real(0, above=True)),
+        AboveZero | None,
         None,
         "llama3: wavelengths shorter than original / this are kept.",
         common=("rope_scaling.high_freq_factor", "rope.high_freq_factor"),
     ),
     Field(
         "original_max_position_embeddings",
-        optional(kinds.POSITIONS),
+        kinds.POSITIONS | None,
         None,
         "llama3, yarn and longrope: context length the model was first trained at, tokens.",
         common=(
@@ -110,26 +113,26 @@ PARAMETERS = (
     ),
     Field(
         "attention_factor",
-        optional(Real(0, above=True)),
+        AboveZero | None,
         None,
         "yarn: factor of cos and sin. None: 0.1 ln(factor) + 1, or the same times "
         "mscale over the same times mscale_all_dim.",
     ),
-    Field("mscale", optional(Real(0)), None, "yarn: see attention_factor."),
+    Field("mscale", NonNegative | None, None, "yarn: see attention_factor."),
     Field(
         "mscale_all_dim",
-        optional(Real(0)),
+        NonNegative | None,
         None,
         "yarn: see attention_factor. DeepSeek multiplies scores by the square of 0.1 x this x "
         "ln(factor) + 1.",
     ),
-    Field("truncate", Flag(), True),  # no option: a flag cannot be left unsaid
+    Field("truncate", bool, True),  # no option: a flag cannot be left unsaid
     # no options: numbers of each pair
-    Field("short_factor", optional(List(Real(0, above=True), longest=kinds.WIDTH.high))),
-    Field("long_factor", optional(List(Real(0, above=True), longest=kinds.WIDTH.high))),
+    Field("short_factor", PAIRS),
+    Field("long_factor", PAIRS),
 )
 ORIGINAL = ("original_max_position_embeddings",)  # also a field of its own, which is read first
-FRACTION = Real(0, 1, above=True)
+FRACTION = Annotated[float, Interval(gt=0, le=1)]
 PART = Field(
     "partial_rotary_factor",
     FRACTION,
@@ -139,7 +142,7 @@ PART = Field(
 )
 # not command-line options: the older name of rope_type, and the rotated fraction in families that
 # rotate whole heads
-NEVER = (Field("type", TYPE), Field("partial_rotary_factor", optional(Real())))
+NEVER = (Field("type", TYPE), Field("partial_rotary_factor", float | None))
 NAMES = frozenset(field.name for field in PARAMETERS + NEVER)
 # fields that transformers 4 has at top level, next to `rope_scaling` -> their usual names
 OUTER = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_factor"}
@@ -153,7 +156,7 @@ def fields(
     family's names of the two fields that transformers 4 has at top level (see OUTER).
     """
 
-    def outer_field(kind: Schema, name: str, default: float) -> Field:
+    def outer_field(kind: Any, name: str, default: float) -> Field:
         """Return a top-level field under its standard name, with the family's own name as
         an alias.
         """
@@ -171,9 +174,9 @@ def fields(
     return (
         mapping("rope_parameters", *inside, spell=partial(spell, outer=outer)),
         mapping("rope_scaling", *(Field(f.name, f.kind) for f in inside)),
-        outer_field(Real(0, above=True), "rope_theta", theta),
+        outer_field(AboveZero, "rope_theta", theta),
         *(() if part is None else (outer_field(FRACTION, PART.name, part),)),
-        Field("original_max_position_embeddings", optional(kinds.POSITIONS)),
+        Field("original_max_position_embeddings", kinds.POSITIONS | None),
     )
 
 

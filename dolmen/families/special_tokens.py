@@ -12,7 +12,6 @@ from dolmen.core.messages import brief, choices
 from dolmen.families.family import RESERVED, Field, Ids, mapping
 from dolmen.families.model import Model
 from dolmen.files import kinds
-from dolmen.files.schema import optional
 
 # Key of a special token -> its names in tokenizers of the GLM models.
 NAMES = {
@@ -42,7 +41,7 @@ SPECIAL_TOKENS = mapping(
     *(
         Field(
             name,
-            optional(kinds.TOKEN),
+            kinds.TOKEN | None,
             None,
             f"Id of {description}. None: that of the tokenizer.",
         )

@@ -8,7 +8,6 @@ from typing import Any
 from dolmen.families import common, llama, rope, windows
 from dolmen.families.family import Family, Field
 from dolmen.families.rules import Rule, Stack
-from dolmen.files.schema import Flag
 from dolmen.model.spec import ModelSpec, NormSpec, ParallelResidual, SequentialResidual
 
 EPS = "layer_norm_eps"
@@ -68,16 +67,16 @@ STABLELM = Family(
     rules=rules,
     fields=llama.change_fields(
         FIELDS,
-        Field("use_qkv_bias", Flag(), False, "Biases on q, k, v."),
+        Field("use_qkv_bias", bool, False, "Biases on q, k, v."),
         Field(
             "qk_layernorm",
-            Flag(),
+            bool,
             False,
             "LayerNorm on every query and key head, with a weight per head.",
         ),
         Field(
             "use_parallel_residual",
-            Flag(),
+            bool,
             False,
             "Compute attention and feed-forward layer in parallel, not one after the other.",
         ),

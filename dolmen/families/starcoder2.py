@@ -7,7 +7,6 @@ from typing import Any
 from dolmen.families import common, llama, windows
 from dolmen.families.family import Family, Field
 from dolmen.families.rules import Rename, Rule
-from dolmen.files.schema import Flag
 from dolmen.model.spec import ModelSpec
 
 EPS = common.eps("norm_epsilon", 1e-5)
@@ -58,7 +57,7 @@ STARCODER2 = Family(
     fields=llama.change_fields(
         FIELDS,
         windows.SIZE,
-        Field("use_bias", Flag(), True, "Biases on all linears but the head."),
+        Field("use_bias", bool, True, "Biases on all linears but the head."),
         vocab_size=49152,
         hidden_size=3072,
         intermediate_size=12288,

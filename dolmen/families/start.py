@@ -5,9 +5,9 @@ An option is a field of the family and its value; a field inside another one is 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, get_args, get_origin
 
-from dolmen.core.config import Words, from_words
+from dolmen.core.config import Words, from_words, is_optional, plain_type
 from dolmen.families.family import Family, Field
 from dolmen.families.known import find_family
 from dolmen.families.model import (
@@ -17,7 +17,6 @@ from dolmen.families.model import (
     model_from_fields,
     replace_fields,
 )
-from dolmen.files.schema import Either, Flag, Int, List, Null, Real, Schema, String
 
 DEFAULT_FAMILY = "llama"
 
@@ -74,24 +73,13 @@ def option_fields(family: Family) -> dict[str, Field]:
     return found
 
 
-def option_type(kind: Schema) -> Any:
-    """Return the Python type of a field's command-line option, from its schema."""
-    match kind:
-        case Either((Null(), Flag())):
-            return bool  # null is false
-        case Either((Null(), inner)):
-            return option_type(inner) | None
-        case Flag():
-            return bool
-        case Int():
-            return int
-        case Real():
-            return float
-        case String(choices):
-            return Literal[choices] if choices else str
-        case List(item):
-            return tuple[option_type(item), ...]
-    raise AssertionError(f"no option is of {kind}")
+def option_type(hint: Any) -> Any:
+    """Return the type of a field's command-line option, from the type hint of the field."""
+    kind = plain_type(hint)
+    if get_origin(kind) is list:
+        kind = tuple[plain_type(get_args(kind)[0]), ...]
+    # null is false for a flag
+    return kind | None if is_optional(hint) and kind is not bool else kind
 
 
 def field_from_words(field: Field, words: Words, option: str) -> Any:

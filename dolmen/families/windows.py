@@ -3,22 +3,23 @@
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import MaxLen
 
 from dolmen.core.messages import plural
 from dolmen.families.family import Field, expect, flag
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Int, List, String, optional
 from dolmen.model.spec import AttentionSpec, ModelSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SIZE = Field(
     "sliding_window",
-    optional(Int(0, kinds.POSITIONS.high)),
+    kinds.POSITION | None,
     None,
     "Sliding window in tokens, including the query. None: no window.",
 )
-USED = Field("use_sliding_window", Flag(), False, "Use sliding windows.")
+USED = Field("use_sliding_window", bool, False, "Use sliding windows.")
 # `only` of families without layer types, and of those without a window
 NO_TYPES = {"layer_types": (None,)}
 NONE = {**NO_TYPES, SIZE.name: (None,)}
@@ -26,7 +27,7 @@ NONE = {**NO_TYPES, SIZE.name: (None,)}
 
 def types(otherwise: str) -> Field:
     """Return the field `layer_types`; `otherwise` describes, in its help, what None means."""
-    kind = optional(List(String((FULL, SLIDING)), longest=kinds.LAYERS.high))
+    kind = Annotated[list[Literal[FULL, SLIDING]] | None, MaxLen(kinds.MOST_LAYERS)]
     return Field("layer_types", kind, None, f"{FULL} or {SLIDING}, per layer; None: {otherwise}.")
 
 

@@ -23,7 +23,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dolmen.files.schema import Mismatch, Schema, check_value
+from dolmen.files.schema import Mismatch, check_value
 
 MIB = 2**20
 # First and last line of a YAML file that dolmen writes: one that lacks the last was cut short.
@@ -49,7 +49,8 @@ class RefusedLine(Refused):
 class Kind:
     """A kind of file: its schema and its limits."""
 
-    schema: Schema
+    schema: Any
+    """Type hint of the values, as schema.py checks it."""
     size: int = 16 * MIB
     """Most bytes of the file; of a row, where a file is read by rows."""
     depth: int = 32
@@ -135,7 +136,7 @@ def parse_json(data: bytes, name: Path | str, kind: Kind) -> Any:
     return check_schema(value, name, kind.schema)
 
 
-def check_schema(value: Any, name: Path | str, schema: Schema) -> Any:
+def check_schema(value: Any, name: Path | str, schema: Any) -> Any:
     """Return `value` if `schema` allows it. Raises Refused."""
     try:
         check_value(value, schema)

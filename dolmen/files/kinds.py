@@ -5,537 +5,498 @@ exhaust memory or time. A limit without a comment follows from a format's own.
 """
 
 from dataclasses import replace
+from typing import Annotated, Any, Literal, NotRequired, get_type_hints
 
+from annotated_types import Interval, Len, MaxLen
+from typing_extensions import TypedDict
+
+from dolmen.core.config import AboveZero, Count, NonNegative, Positive
 from dolmen.files.gate import MIB, Kind
-from dolmen.files.schema import (
-    Flag,
-    Int,
-    List,
-    Map,
-    Null,
-    Object,
-    Real,
-    String,
-    TupleOf,
-    either,
-    optional,
-)
+from dolmen.files.schema import needs, typed_dict
 
 # config.json of transformers. The largest models published have 126 layers (Llama 3.1 405B; DeepNet
 # was tried with 1,000), a width of 53,248 inside, 384 experts in a layer, 262,144 tokens and 10 M
 # positions.
-LAYERS = Int(1, 2**12)
-WIDTH = Int(1, 2**22)
-HEADS = Int(1, 2**16)
-EXPERTS = Int(1, 2**14)
+MOST_LAYERS, MOST_EXPERTS, LARGEST_VOCABULARY = 2**12, 2**14, 2**26
 # Layers x experts: the names of so many tensors are made in some seconds. The largest published
 # model has 23,424 (61 layers of 384 experts).
 MOST_MATRICES = 2**18
-VOCABULARY = Int(1, 2**26)
-POSITIONS = Int(1, 2**40)
-TOKEN = Int(0, 2**31 - 1)
-NAME = String(longest=1024)
-SPECIAL_TOKENS = {
-    "bos_token_id": optional(Int(-1, TOKEN.high)),
-    "eos_token_id": either(Null(), TOKEN, List(TOKEN, longest=1024)),
-    "pad_token_id": optional(Int(-1, TOKEN.high)),  # Llama 1 says -1 for none
-}
-# Of a generation_config.json, where tokens are chosen as it says.
-SAMPLING = Object(
-    optional={
-        "do_sample": optional(Flag()),
-        "temperature": optional(Real(0)),
-        "top_k": optional(Int(0)),
-        "top_p": optional(Real(0, 1, above=True)),
-        "min_p": optional(Real(0, 1)),
-        "repetition_penalty": optional(Real(0, above=True)),
-        "max_new_tokens": optional(Int(1)),
-        "min_new_tokens": optional(Int(0)),
-    }
-)
-# What else one holds is of its family, which declares its fields (dolmen/families).
-CONFIG = Kind(Object(required={"model_type": NAME}), size=16 * MIB)
-GENERATION_CONFIG = Kind(Object(optional=SPECIAL_TOKENS), size=16 * MIB)
+LAYERS = Annotated[int, Interval(ge=1, le=MOST_LAYERS)]
+LAYER = Annotated[int, Interval(ge=0, le=MOST_LAYERS)]
+WIDTH = Annotated[int, Interval(ge=1, le=2**22)]
+HEADS = Annotated[int, Interval(ge=1, le=2**16)]
+EXPERTS = Annotated[int, Interval(ge=1, le=MOST_EXPERTS)]
+VOCABULARY = Annotated[int, Interval(ge=1, le=LARGEST_VOCABULARY)]
+POSITIONS = Annotated[int, Interval(ge=1, le=2**40)]
+POSITION = Annotated[int, Interval(ge=0, le=2**40)]
+TOKEN = Annotated[int, Interval(ge=0, le=2**31 - 1)]
+OPTIONAL_TOKEN = Annotated[int | None, Interval(ge=-1, le=2**31 - 1)]  # Llama 1: -1 is none
+NAME = Annotated[str, MaxLen(1024)]
+SHORT_NAME = Annotated[str, MaxLen(64)]
+SHARE = Annotated[float, Interval(gt=0, le=1)]
 
-# Of adapters as PEFT writes them, what we read.
-LAYER = Int(0, LAYERS.high)
-ADAPTER_CONFIG = Kind(
-    Object(
-        required={
-            "peft_type": NAME,
-            "r": Int(1, 2**16),
-            "lora_alpha": Real(0, 2**24, above=True),
-        },
-        optional={
-            "base_model_name_or_path": optional(NAME),
-            "use_rslora": optional(Flag()),
-            "use_dora": optional(Flag()),
-            "bias": NAME,
-            "target_modules": either(Null(), String(), List(NAME)),
-            "exclude_modules": either(Null(), String(), List(NAME)),
-            "layers_to_transform": either(Null(), LAYER, List(LAYER)),
-            "layers_pattern": either(Null(), NAME, List(NAME)),
-            "init_lora_weights": either(Null(), Flag(), NAME),
-            "lora_dropout": optional(Real(0, 1)),
-        },
-    ),
-    size=MIB,
-)
+
+class SpecialTokenFields(TypedDict, total=False):
+    """Special tokens in a config.json and a generation_config.json."""
+
+    bos_token_id: OPTIONAL_TOKEN
+    eos_token_id: TOKEN | Annotated[list[TOKEN], MaxLen(1024)] | None
+    pad_token_id: OPTIONAL_TOKEN
+
+
+class SamplingFields(TypedDict, total=False):
+    """Fields of a generation_config.json, where tokens are chosen as it says."""
+
+    do_sample: bool | None
+    temperature: NonNegative | None
+    top_k: Count | None
+    top_p: SHARE | None
+    min_p: Annotated[float, Interval(ge=0, le=1)] | None
+    repetition_penalty: AboveZero | None
+    max_new_tokens: Positive | None
+    min_new_tokens: Count | None
+
+
+# What else one holds is of its family, which declares its fields (dolmen/families).
+CONFIG = Kind(typed_dict({"model_type": NAME}), size=16 * MIB)
+GENERATION_CONFIG = Kind(SpecialTokenFields, size=16 * MIB)
+SPECIAL_TOKENS = get_type_hints(SpecialTokenFields, include_extras=True)
+
+
+class AdapterFields(TypedDict):
+    """Fields of an adapter_config.json of PEFT that dolmen reads."""
+
+    peft_type: NAME
+    r: Annotated[int, Interval(ge=1, le=2**16)]
+    lora_alpha: Annotated[float, Interval(gt=0, le=2**24)]
+    base_model_name_or_path: NotRequired[NAME | None]
+    use_rslora: NotRequired[bool | None]
+    use_dora: NotRequired[bool | None]
+    bias: NotRequired[NAME]
+    target_modules: NotRequired[str | list[NAME] | None]
+    exclude_modules: NotRequired[str | list[NAME] | None]
+    layers_to_transform: NotRequired[LAYER | list[LAYER] | None]
+    layers_pattern: NotRequired[NAME | list[NAME] | None]
+    init_lora_weights: NotRequired[bool | NAME | None]
+    lora_dropout: NotRequired[Annotated[float, Interval(ge=0, le=1)] | None]
+
+
+ADAPTER_CONFIG = Kind(AdapterFields, size=MIB)
+
 
 # safetensors. An index names 140,000 tensors for the largest models with experts, 15 MB.
-INDEX = Kind(Object(required={"weight_map": Map(String(longest=255))}), size=256 * MIB, depth=8)
-STORED = Object(
-    required={
+INDEX = Kind(
+    typed_dict({"weight_map": dict[str, Annotated[str, MaxLen(255)]]}), size=256 * MIB, depth=8
+)
+
+
+STORED = typed_dict(
+    {
         "dtype": NAME,
-        "shape": List(Int(0, 2**48), longest=64),
-        "data_offsets": TupleOf((Int(0), Int(0))),
+        "shape": Annotated[list[Annotated[int, Interval(ge=0, le=2**48)]], MaxLen(64)],
+        "data_offsets": tuple[Count, Count],
     },
     rest=None,
 )
-HEADER = Kind(
-    Object(optional={"__metadata__": Map(String())}, rest=STORED), size=100 * MIB, depth=3
-)
+HEADER = Kind(typed_dict({}, {"__metadata__": dict[str, str]}, STORED), size=100 * MIB, depth=3)
 
 # A tokenizer. The largest tokenizer.json (262,144 tokens with their merges) has 34 MB.
-SPECIAL = either(Null(), String(), Object(required={"content": String()}))
-ADDED = Object(required={"content": String(), "id": TOKEN})
+SPELLED = typed_dict({"content": str})
+SPECIAL = str | SPELLED | None
+ADDED = typed_dict({"content": str, "id": TOKEN})
+TOKENIZER_MODEL = typed_dict(
+    {},
+    {
+        "type": NAME,
+        "vocab": dict[str, TOKEN] | list[tuple[str, float]],
+        "merges": list[str | tuple[str, str]],
+    },
+)
 TOKENIZER = Kind(
-    Object(
-        required={
-            "model": Object(
-                optional={
-                    "type": NAME,
-                    "vocab": either(Map(TOKEN), List(TupleOf((String(), Real())))),
-                    "merges": List(either(String(), TupleOf((String(), String())))),
-                }
-            )
-        },
-        optional={"added_tokens": optional(List(ADDED))},
-    ),
-    size=256 * MIB,
+    typed_dict({"model": TOKENIZER_MODEL}, {"added_tokens": list[ADDED] | None}), size=256 * MIB
 )
 TOKENIZER_CONFIG = Kind(
-    Object(
-        optional={
-            "tokenizer_class": optional(NAME),
-            "added_tokens_decoder": Map(Object(required={"content": String()})),
+    typed_dict(
+        {},
+        {
+            "tokenizer_class": NAME | None,
+            "added_tokens_decoder": dict[str, SPELLED],
             **{f"{name}_token": SPECIAL for name in ("bos", "eos", "unk", "pad", "sep", "cls")},
-        }
+        },
     ),
     size=64 * MIB,
 )
-SPECIAL_TOKENS_MAP = Kind(Map(either(*SPECIAL.kinds, List(SPECIAL), Map())))
-ADDED_TOKENS = Kind(Map(TOKEN))
-VOCAB = Kind(Map(TOKEN), size=64 * MIB, depth=1)
-# transformers makes a list as long as these of any config.json, to learn what tokenizer it has
-TOKENIZER_MODEL = Kind(
-    Object(
-        optional={n: optional(Int(0, LAYERS.high)) for n in ("num_hidden_layers", "n_layer")},
-    )
-)
+SPECIAL_TOKENS_MAP = Kind(dict[str, str | list[SPECIAL] | dict[str, Any] | None])
+ADDED_TOKENS = Kind(dict[str, TOKEN])
+VOCAB = Kind(dict[str, TOKEN], size=64 * MIB, depth=1)
 TOKENIZER_FILES = {
     "tokenizer.json": TOKENIZER,
     "tokenizer_config.json": TOKENIZER_CONFIG,
     "special_tokens_map.json": SPECIAL_TOKENS_MAP,
     "added_tokens.json": ADDED_TOKENS,
     "vocab.json": VOCAB,
-    "chat_template.json": Kind(Map()),
-    "tekken.json": Kind(Object(), size=64 * MIB),
-    "config.json": TOKENIZER_MODEL,
+    "chat_template.json": Kind(dict[str, Any]),
+    "tekken.json": Kind(dict[str, Any], size=64 * MIB),
+    # transformers makes a list as long as these, to learn what tokenizer a model has
+    "config.json": Kind(
+        typed_dict({}, dict.fromkeys(("num_hidden_layers", "n_layer"), LAYER | None))
+    ),
 }
 
 # Written by dolmen, and read again.
-STATE_JSON = Kind(Object(), size=64 * MIB, constants=True)  # of any checkpoint
-STATE = Kind(  # of a run's
-    Object(
-        required={
-            "run": Object(
-                required={
-                    "model": Object(),
-                    "train": Object(required={"global_batch_size": Int(1)}),
-                },
-                optional={"optimizer": Object(optional={"name": String()})},
-            ),
-            "step": Int(0),
-            "tokens": Int(0),
-            "updates": Int(0),
-            "data": Map(String()),
-            "loss_scale": TupleOf((Real(0, above=True), Int(0))),
-            "inherited": Int(-(2**40), 2**40),
-            "samples": Int(0),
-            "seconds": Real(0),
-            "norms": List(Real(0)),
-            "critic": optional(
-                Object(
-                    required={
-                        "updates": Int(0),
-                        "loss_scale": TupleOf((Real(0, above=True), Int(0))),
-                        "norms": List(Real(0)),
-                        "kl_coef": Real(0),
-                    },
-                    rest=None,
-                )
-            ),
-            "validation": optional(
-                Object(
-                    required={
-                        "step": Int(0),
-                        "loss": Real(),
-                        "tokens": Int(0),
-                        "held_out_tokens": Int(0),
-                        "bits_per_byte": optional(Real()),
-                    },
-                    optional={
-                        "sources": Map(Real()),
-                        "sources_per_byte": Map(Real()),
-                        "sources_before": Map(Real()),
-                    },
-                    rest=None,
-                )
-            ),
-        },
+STATE_JSON = Kind(dict[str, Any], size=64 * MIB, constants=True)  # of any checkpoint
+LOSS_SCALE = tuple[AboveZero, Count]
+STORED_RUN = typed_dict(
+    {"model": dict[str, Any], "train": typed_dict({"global_batch_size": Positive})},
+    {"optimizer": typed_dict({}, {"name": str})},
+)
+CRITIC = typed_dict(
+    {
+        "updates": Count,
+        "loss_scale": LOSS_SCALE,
+        "norms": list[NonNegative],
+        "kl_coef": NonNegative,
+    },
+    rest=None,
+)
+VALIDATION = typed_dict(
+    {
+        "step": Count,
+        "loss": float,
+        "tokens": Count,
+        "held_out_tokens": Count,
+        "bits_per_byte": float | None,
+    },
+    dict.fromkeys(("sources", "sources_per_byte", "sources_before"), dict[str, float]),
+    rest=None,
+)
+
+
+STATE = Kind(
+    typed_dict(
+        {
+            "run": STORED_RUN,
+            **dict.fromkeys(("step", "tokens", "updates", "samples"), Count),
+            "data": dict[str, str],
+            "loss_scale": LOSS_SCALE,
+            "inherited": Annotated[int, Interval(ge=-(2**40), le=2**40)],
+            "seconds": NonNegative,
+            "norms": list[NonNegative],
+            "critic": CRITIC | None,
+            "validation": VALIDATION | None,
+        }
     ),
     size=64 * MIB,
 )
-METRICS_ROW = Kind(
-    Object(
-        required={"step": Int(0)},
-        optional={
-            "loss": optional(Real()),
-            "val_loss": optional(Real()),
-            "tokens": Int(0),
-            "lr": Real(),
-        },
-        needs={"loss": ("tokens", "lr")},
-    ),
-    size=MIB,
-    depth=4,
-)
-# What a model wrote of a prompt after so many steps of its training: samples.jsonl.
-SAMPLE_ROW = Kind(
-    Object(
-        required={"step": Int(0), "prompt": String(), "text": String()},
-        optional={"time": Real(0), "tokens": Int(0)},
-    ),
-    size=MIB,
-    depth=4,
-)
-# A completion of a rollout iteration: rollouts/completions.jsonl.
-ROLLOUT_COMPLETION_ROW = Kind(
-    Object(
-        required={
-            "step": Int(0),
-            "prompt": String(),
-            "completion": String(),
-            "tokens": Int(0),
-            "finished": Flag(),
-        },
-        optional={"reward": Real()},
-    ),
-    size=16 * MIB,
-    depth=4,
-)
+
+
+class MetricsFields(TypedDict):
+    """A row of metrics.jsonl."""
+
+    step: Count
+    loss: NotRequired[float | None]
+    val_loss: NotRequired[float | None]
+    tokens: NotRequired[Count]
+    lr: NotRequired[float]
+
+
+METRICS_ROW = Kind(Annotated[MetricsFields, needs(loss="tokens lr")], size=MIB, depth=4)
+
+
+class SampleFields(TypedDict):
+    """A row of samples.jsonl: what a model wrote of a prompt after so many steps of training."""
+
+    step: Count
+    prompt: str
+    text: str
+    time: NotRequired[NonNegative]
+    tokens: NotRequired[Count]
+
+
+SAMPLE_ROW = Kind(SampleFields, size=MIB, depth=4)
+
+
+class RolloutFields(TypedDict):
+    """A row of rollouts/completions.jsonl: a completion of a rollout iteration."""
+
+    step: Count
+    prompt: str
+    completion: str
+    tokens: Count
+    finished: bool
+    reward: NotRequired[float]
+
+
+ROLLOUT_COMPLETION_ROW = Kind(RolloutFields, size=16 * MIB, depth=4)
+
+
+LOADS = Annotated[list[NonNegative], Len(1, MOST_EXPERTS)]
 HISTORY_ROW = Kind(
-    Object(
-        required={"step": Int(0), "time": Real(0)},
-        optional={
-            "begun": String(choices=("new", "resumed", "restarted")),
-            "steps": Int(0),
-            "reached": Int(0),
-            "run_id": String(longest=64),
-            "processes": Int(1),
-            "device": String(longest=1024),
-            "parameters": Int(0),
-            "changed": List(String(longest=4096), longest=1024),
-            "memory_gib": List(Real(0)),
-            "router_load": Map(List(Real(0), shortest=1, longest=EXPERTS.high), LAYERS.high),
-            "saved": Flag(),
-            "ended": String(longest=1024),
+    typed_dict(
+        {"step": Count, "time": NonNegative},
+        {
+            "begun": Literal["new", "resumed", "restarted"],
+            **dict.fromkeys(("steps", "reached", "parameters"), Count),
+            "run_id": SHORT_NAME,
+            "processes": Positive,
+            **dict.fromkeys(("device", "ended"), NAME),
+            "changed": Annotated[list[Annotated[str, MaxLen(4096)]], MaxLen(1024)],
+            "memory_gib": list[NonNegative],
+            "router_load": Annotated[dict[str, LOADS], MaxLen(MOST_LAYERS)],
+            "saved": bool,
         },
     ),
     size=64 * MIB,  # the largest published model has 23,424 experts
     depth=4,
 )
-SUMMARY = Kind(
-    Object(
-        required={
-            "steps": Int(0),
-            "seconds": optional(Real(0)),
-            "val_loss": optional(Real()),
-            "val_step": optional(Int(0)),
-            "val_tokens": Int(0),
-            "held_out_tokens": Int(0),
-            "bits_per_byte": optional(Real()),
-            "validation_files": List(String()),
-        },
-        optional={
-            "val_sources": Map(Real()),
-            "val_sources_per_byte": Map(Real()),
-            "val_sources_before": Map(Real()),
-        },
-    ),
-    depth=4,
-)
-TEXT_FILE = TupleOf(
-    (String(), Int(0), Int(), Int())
-)  # path, size, times of modification and change
-READ_FROM = {
-    "format": Int(),
-    "files": List(TEXT_FILE),
-    "hubs": List(TupleOf((String(), Int(0), List(TEXT_FILE)))),
-    "tokenizer": String(),
-}
-CORPUS = Kind(
-    Object(
-        required={
-            **READ_FROM,
-            "text_field": String(),
-            "end_of_text": TOKEN,
-            "dtype": String(choices=("<u2", "<u4")),
-            "tokens": Int(0),
-            "documents": Int(0),
-            "bytes": Int(0),
-            "different": Int(0),
-            "content": String(),
-            "vocabulary": Int(0),
-            "largest": Int(0),
-            "sizes": Map(Int(0)),
-            "digests": Map(String()),
-            "digest": String(),
-        }
-    ),
-    size=1024 * MIB,  # of a million files
-    depth=8,
-)
+
+
+class SummaryFields(TypedDict):
+    """A run's summary.json."""
+
+    steps: Count
+    seconds: NonNegative | None
+    val_loss: float | None
+    val_step: Count | None
+    val_tokens: Count
+    held_out_tokens: Count
+    bits_per_byte: float | None
+    validation_files: list[str]
+    val_sources: NotRequired[dict[str, float]]
+    val_sources_per_byte: NotRequired[dict[str, float]]
+    val_sources_before: NotRequired[dict[str, float]]
+
+
+SUMMARY = Kind(SummaryFields, depth=4)
+TextFile = tuple[str, Count, int, int]  # path, size, times of modification and change
+
+
+class IndexFields(TypedDict):
+    """Index of any tokenised data set."""
+
+    format: int
+    files: list[TextFile]
+    tokens: Count
+    content: str
+    vocabulary: Count
+    largest: Count
+    sizes: dict[str, Count]
+    digests: dict[str, str]
+    digest: str
+
+
+class TokenizedFields(IndexFields):
+    """Index of a data set that dolmen tokenised."""
+
+    hubs: list[tuple[str, Count, list[TextFile]]]
+    tokenizer: str
+    dtype: Literal["<u2", "<u4"]
+
+
+class CorpusFields(TokenizedFields):
+    """Index of tokenised documents."""
+
+    text_field: str
+    end_of_text: TOKEN
+    documents: Count
+    bytes: Count
+    different: Count
+
+
+class ExamplesFields(TokenizedFields):
+    """Index of tokenised examples of fine-tuning."""
+
+    template: str
+    train_on: str
+    examples: Count
+    trained: Count
+    untrained: Count
+
+
+class MegatronIndexFields(IndexFields):
+    """Index of what we know of a data set of Megatron."""
+
+    end_of_text: TOKEN
+    documents: Count
+    different: Count
+    unended: Count
+
+
+CORPUS = Kind(CorpusFields, size=1024 * MIB, depth=8)  # of a million files
+EXAMPLES = Kind(ExamplesFields, size=1024 * MIB, depth=8)
+INDEXED = Kind(MegatronIndexFields, depth=8)
+
+
+class Spoken(TypedDict):
+    """A message of a chat."""
+
+    role: SHORT_NAME
+    content: str | None
+
+
 # A chat, in one of three forms, which their fields tell apart.
-SPOKEN = List(
-    Object(required={"role": String(longest=64), "content": optional(String())}), shortest=1
-)
-SHARED = List(
-    Object(required={"from": String(longest=64), "value": optional(String())}), shortest=1
-)
+SPOKEN = Annotated[list[Spoken], Len(1)]
+SHARED = Annotated[list[typed_dict({"from": SHORT_NAME, "value": str | None})], Len(1)]
 # Of what is multiplied with losses: float32, in which that is, ends at 3.4e38.
 TIMES_A_LOSS = 1e30
-BESIDE = {"weight": optional(Real(0, TIMES_A_LOSS)), "system": optional(String())}
+WEIGHT = Annotated[float | None, Interval(ge=0, le=TIMES_A_LOSS)]
+BESIDE = {"weight": WEIGHT, "system": str | None}
 CHAT_ROWS = {
-    "messages": Object(required={"messages": SPOKEN}, optional=BESIDE),
-    "conversations": Object(required={"conversations": SHARED}, optional=BESIDE),
-    "instruction": Object(
-        required={"instruction": String(), "output": String()},
-        optional={"input": optional(String()), **BESIDE},
-    ),
+    "messages": typed_dict({"messages": SPOKEN}, BESIDE),
+    "conversations": typed_dict({"conversations": SHARED}, BESIDE),
+    "instruction": typed_dict({"instruction": str, "output": str}, {"input": str | None, **BESIDE}),
 }
-PAIR_ROW = Object(
-    required={name: either(String(), SPOKEN) for name in ("chosen", "rejected")},
-    optional={
-        "prompt": either(String(), SPOKEN),
-        "system": String(),
-        "margin": Real(-TIMES_A_LOSS, TIMES_A_LOSS),
+PAIR_ROW = typed_dict(
+    {"chosen": str | SPOKEN, "rejected": str | SPOKEN},
+    {
+        "prompt": str | SPOKEN,
+        "system": str,
+        "margin": Annotated[float, Interval(ge=-TIMES_A_LOSS, le=TIMES_A_LOSS)],
     },
 )
-COMPLETION_ROW = Object(
-    required={"completion": either(String(), SPOKEN), "label": either(Flag(), Int(0, 1))},
-    optional={"prompt": either(String(), SPOKEN), "system": String()},
+COMPLETION_ROW = typed_dict(
+    {"completion": str | SPOKEN, "label": bool | Annotated[int, Interval(ge=0, le=1)]},
+    {"prompt": str | SPOKEN, "system": str},
 )
 # A row to answer, in one of three forms; what else it has is carried along.
-NAMED = {"id": either(String(longest=1024), Int()), "adapter": optional(NAME)}
+NAMED = {"id": NAME | int, "adapter": Annotated[str | None, MaxLen(1024)]}
 PROMPT_ROWS = {
-    "prompt": Object(required={"prompt": String()}, optional=NAMED),
-    "query": Object(required={"query": String()}, optional=NAMED),
-    "messages": Object(required={"messages": SPOKEN}, optional=NAMED),
+    "prompt": typed_dict({"prompt": str}, NAMED),
+    "query": typed_dict({"query": str}, NAMED),
+    "messages": typed_dict({"messages": SPOKEN}, NAMED),
 }
 # What a client of a server says, which its protocol compares further (serving/http/protocol.py);
 # and with what a function was called that it tells of.
-ASKED = Kind(Object(), depth=64)
-ARGUMENTS = Kind(Object(), depth=64)
+ASKED = Kind(dict[str, Any], depth=64)
+ARGUMENTS = Kind(dict[str, Any], depth=64)
 # Journal of an unfinished output (serving/output_file.py): the options, then rows that wait.
 JOURNAL_HEAD = Kind(
-    Object(required={"format": Int(1, 1), "asked": Map(), "input": String()}, rest=None)
+    typed_dict(
+        {"format": Annotated[int, Interval(ge=1, le=1)], "asked": dict[str, Any], "input": str},
+        rest=None,
+    )
 )
 JOURNAL_ROW = Kind(
-    Object(required={"row": Int(0), "answer": Object()}, rest=None),
+    typed_dict({"row": Count, "answer": dict[str, Any]}, rest=None),
     size=1024 * MIB,
     depth=80,
     constants=True,
 )
-JOURNAL_LINE = replace(JOURNAL_ROW, schema=either(JOURNAL_HEAD.schema, JOURNAL_ROW.schema))
+JOURNAL_LINE = replace(JOURNAL_ROW, schema=JOURNAL_HEAD.schema | JOURNAL_ROW.schema)
 # a chat template of Jinja: the longest published ones have some 20,000 characters
 TEMPLATE_SIZE = MIB
-EXAMPLES = Kind(
-    Object(
-        required={
-            **READ_FROM,
-            "template": String(),
-            "train_on": String(),
-            "dtype": String(choices=("<u2", "<u4")),
-            "examples": Int(0),
-            "tokens": Int(0),
-            "trained": Int(0),
-            "untrained": Int(0),
-            "content": String(),
-            "vocabulary": Int(0),
-            "largest": Int(0),
-            "sizes": Map(Int(0)),
-            "digests": Map(String()),
-            "digest": String(),
-        }
-    ),
-    size=1024 * MIB,
-    depth=8,
-)
 # Beside a model that was given more tokens.
-EXTENDED = Kind(Object(required={"old_tokens": TOKEN, "tokens": TOKEN}), depth=4)
+EXTENDED = Kind(typed_dict({"old_tokens": TOKEN, "tokens": TOKEN}), depth=4)
 DIST_MARKER = Kind(
-    Object(required={"sharded_backend": NAME}, optional={"sharded_backend_version": Int()}),
-    size=MIB,
-    depth=4,
+    typed_dict({"sharded_backend": NAME}, {"sharded_backend_version": int}), size=MIB, depth=4
 )
-INDEXED = Kind(
-    Object(
-        required={
-            "format": Int(),
-            "files": List(TEXT_FILE),
-            "end_of_text": TOKEN,
-            "vocabulary": Int(0),
-            "tokens": Int(0),
-            "largest": Int(0),
-            "documents": Int(0),
-            "different": Int(0),
-            "unended": Int(0),
-            "content": String(),
-            "sizes": Map(Int(0)),
-            "digests": Map(String()),
-            "digest": String(),
-        }
-    ),
-    depth=8,
-)
-HEARTBEAT = Kind(Object(optional={"step": Int(0), "tick": Int(0), "pid": Int(1)}), depth=8)
+HEARTBEAT = Kind(typed_dict({}, {"step": Count, "tick": Count, "pid": Positive}), depth=8)
 STACKS_BYTES = 64 * MIB  # what faulthandler writes, as text
-WORKER_ERROR = Kind(Object(required={"message": Map()}), depth=8)
+WORKER_ERROR = Kind(typed_dict({"message": dict[str, Any]}), depth=8)
 
 # Written by people. The fields of a run are those of RunConfig, which core/config.py:from_dict
 # compares one by one; here stands what every one of them is made of.
-RUN = Kind(optional(Map()), size=4 * MIB)
+RUN = Kind(dict[str, Any] | None, size=4 * MIB)
 SCHEDULE = Kind(
-    Object(
-        required={"actions": List(String(), shortest=1)},
-        optional={"placement": String()},
-        rest=None,
-    ),
+    typed_dict({"actions": Annotated[list[str], Len(1)]}, {"placement": str}, rest=None),
     size=8 * MIB,  # 64 ranks of 6,144 actions each have 3 MB
     depth=2,
 )
 # Times of a pipeline's actions, of every stage or one for all.
-TIMES = either(Real(0, 2**40, above=True), List(Real(0, 2**40, above=True), 1, 2**16))
+TIME = Annotated[float, Interval(gt=0, le=2**40)]
+SEND = Annotated[float, Interval(ge=0, le=2**40)]
+TIMES = TIME | Annotated[list[TIME], Len(1, 2**16)]
 COSTS = Kind(
-    Object(
-        required={"forward": TIMES},
-        optional={
-            "backward": TIMES,
-            "input": TIMES,
-            "weight": TIMES,
-            "send": either(Real(0, 2**40), List(Real(0, 2**40), 1, 2**16)),
-        },
-        rest=None,
-        needs={"input": ("weight",), "weight": ("input",)},
-    ),
+    Annotated[
+        typed_dict(
+            {"forward": TIMES},
+            {
+                **dict.fromkeys(("backward", "input", "weight"), TIMES),
+                "send": SEND | Annotated[list[SEND], Len(1, 2**16)],
+            },
+            rest=None,
+        ),
+        needs(input="weight", weight="input"),
+    ],
     depth=2,
 )
 # A row of text: its other fields are nobody's business, and Python writes NaN into them.
-TEXT_ROW = Kind(Object(), size=256 * MIB, depth=64, constants=True)
+TEXT_ROW = Kind(dict[str, Any], size=256 * MIB, depth=64, constants=True)
 
 # A device and a cluster, written by people too (planning/hardware.py). Bounds keep out what is in
 # another unit: no device of 2026 has 10 TB/s per GB, or a share above 1.
-SHARE = Real(0, 1, above=True)
-MICROSECONDS = Real(0, 10_000)
-GB_S = Real(0, 1_000_000, above=True)
-SOURCES = Map(String())
+MICROSECONDS = Annotated[float, Interval(ge=0, le=10_000)]
+GB_S = Annotated[float, Interval(gt=0, le=1_000_000)]
+GPUS = Annotated[int, Interval(ge=1, le=10_000)]
+NODES = Annotated[int, Interval(ge=1, le=1_000_000)]
+SOURCES = dict[str, str]
+EFFICIENCY = typed_dict(
+    {
+        **dict.fromkeys(("product", "attention", "memory"), SHARE),
+        "variation": Annotated[float, Interval(ge=0, le=0.2)],
+    },
+    {"fp8": SHARE, "tuned": SHARE},
+    rest=None,
+)
 DEVICE = Kind(
-    Object(
-        required={
-            "peak_tflops": Map(Real(0, 100_000, above=True)),
-            "memory_gib": Real(0, 10_000, above=True),
+    typed_dict(
+        {
+            "peak_tflops": dict[str, Annotated[float, Interval(gt=0, le=100_000)]],
+            "memory_gib": Annotated[float, Interval(gt=0, le=10_000)],
             "memory_gb_s": GB_S,
-            "multiprocessors": Int(1, 10_000),
-            "efficiency": Object(
-                required={
-                    "product": SHARE,
-                    "attention": SHARE,
-                    "memory": SHARE,
-                    "variation": Real(0, 0.2),
-                },
-                optional={"fp8": SHARE, "tuned": SHARE},
-                rest=None,
-            ),
+            "multiprocessors": GPUS,
+            "efficiency": EFFICIENCY,
             "launch_us": MICROSECONDS,
             "host_us": MICROSECONDS,
             "host_gb_s": GB_S,
-            "reserved_gib": Real(0, 1_000),
+            "reserved_gib": Annotated[float, Interval(ge=0, le=1_000)],
             "sources": SOURCES,
         },
-        optional={"watts": Real(0, 100_000, above=True)},
+        {"watts": Annotated[float, Interval(gt=0, le=100_000)]},
         rest=None,
     ),
     size=MIB,
     depth=4,
 )
-LINK = Object(
-    required={"gb_s": GB_S, "latency_us": MICROSECONDS, "share": SHARE},
-    optional={"peers": Int(1, 1152)},
+LINK = typed_dict(
+    {"gb_s": GB_S, "latency_us": MICROSECONDS, "share": SHARE},
+    {"peers": Annotated[int, Interval(ge=1, le=1152)]},
+    rest=None,
+)
+TIER = typed_dict(
+    {
+        "name": NAME,
+        "nodes": NODES,
+        "oversubscription": Annotated[float, Interval(ge=1, le=1_000)],
+        "latency_us": MICROSECONDS,
+    },
     rest=None,
 )
 CLUSTER = Kind(
-    Object(
-        required={
-            "device": String(longest=1024),
-            "gpus_per_node": Int(1, 10_000),
-            "nodes": Int(1, 1_000_000),
-            "inside": LINK,
-            "sources": SOURCES,
-        },
-        optional={
+    typed_dict(
+        {"device": NAME, "gpus_per_node": GPUS, "nodes": NODES, "inside": LINK, "sources": SOURCES},
+        {
             "between": LINK,
-            "tiers": List(
-                Object(
-                    required={
-                        "name": NAME,
-                        "nodes": Int(1, 1_000_000),
-                        "oversubscription": Real(1, 1_000),
-                        "latency_us": MICROSECONDS,
-                    },
-                    rest=None,
-                ),
-                longest=16,
-            ),
+            "tiers": Annotated[list[TIER], MaxLen(16)],
             "storage_gb_s": GB_S,
-            "node_kw": Real(0, 10_000, above=True),
+            "node_kw": Annotated[float, Interval(gt=0, le=10_000)],
         },
         rest=None,
     ),
     size=MIB,
     depth=5,
 )
-PREDICTION_ERRORS = Kind(
-    Object(
-        required={"errors": List(TupleOf((String(longest=1024), NAME, NAME, Real(-10, 10))))},
-        rest=None,
-    ),
-    depth=4,
-)
-
-BYTES = Int(0)
+PREDICTION_ERROR = tuple[NAME, NAME, NAME, Annotated[float, Interval(ge=-10, le=10)]]
+PREDICTION_ERRORS = Kind(typed_dict({"errors": list[PREDICTION_ERROR]}, rest=None), depth=4)
 
 # What `dolmen dryrun --json` writes, and a plan keeps of its first layout (planning/winner.py).
-SENT = Object(required={"axis": NAME, "op": NAME, "count": BYTES, "bytes": BYTES}, rest=None)
-RANK = Object(
-    required={
-        "rank": BYTES,
-        "peak_bytes": BYTES,
-        "live_bytes": Map(Int()),
-        "flops": BYTES,
-        "collectives": List(SENT),
+SENT = typed_dict({"axis": NAME, "op": NAME, "count": Count, "bytes": Count}, rest=None)
+RANK = typed_dict(
+    {
+        **dict.fromkeys(("rank", "peak_bytes", "flops"), Count),
+        "live_bytes": dict[str, int],
+        "collectives": list[SENT],
     },
     rest=None,
 )
-DRYRUN = Kind(Object(required={"ranks": List(RANK)}, rest=None), size=MIB, depth=6)
+DRYRUN = Kind(typed_dict({"ranks": list[RANK]}, rest=None), size=MIB, depth=6)

@@ -1,295 +1,203 @@
-"""A small language for what a file may hold, as data: a tree of frozen dataclasses that
-`check_value` compares with plain values (what JSON and YAML give).
+"""Validation of values that a file holds (None, bool, int, float, str, list and dict) against a
+type hint, by pydantic.
 
-    Object({"step": Int(0)}, {"loss": Real()})   a mapping that has `step` and may have `loss`
-    Either(Null(), List(Int(0)))                 one of several
+    class AdapterFields(TypedDict):
+        r: Annotated[int, Interval(ge=1, le=2**16)]
+        use_dora: NotRequired[bool | None]
 
-Every field of a file that somebody else may have written is compared here before anything looks at
-it, so no reader needs to ask what type it was given.
+    check_value({"r": 8}, AdapterFields)
+
+Problem: by default pydantic converts values, lets through infinity and text that UTF-8 cannot
+encode, and collects an error for each of a million wrong entries.
+
+Idea: `_restrict` adds the rules that all files share to pydantic's schema of the hint, once per
+hint. Values are compared and never changed, so fields keep their order and unknown ones.
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NotRequired
 
-from dolmen.core.messages import cut
+from pydantic import AfterValidator, TypeAdapter
+from pydantic_core import (
+    ErrorDetails,
+    PydanticCustomError,
+    SchemaValidator,
+    ValidationError,
+    core_schema,
+)
+from typing_extensions import TypedDict
 
-# entries of a list or mapping where nothing smaller is known: the file's size bounds it
-FEW = 2**40
+from dolmen.core.config import expectation
+from dolmen.core.messages import cut, plural
+
 INT64 = 2**63
-
-
-@dataclass(frozen=True)
-class Anything:
-    """Any value, for a field that is not read."""
-
-
-@dataclass(frozen=True)
-class Null:
-    """null."""
-
-
-@dataclass(frozen=True)
-class Flag:
-    """A boolean: true or false; 0 and 1 are not."""
-
-
-@dataclass(frozen=True)
-class Int:
-    """An integer from `low` to `high`; true and false are not."""
-
-    low: int = -INT64
-    high: int = INT64 - 1
-
-
-@dataclass(frozen=True)
-class Real:
-    """A finite number from `low` to `high`; with `above`, larger than `low`."""
-
-    low: float = -math.inf
-    high: float = math.inf
-    above: bool = False
-
-
-@dataclass(frozen=True)
-class String:
-    """Text that UTF-8 can encode, of at most `longest` characters, one of `choices` if given."""
-
-    choices: tuple[str, ...] = ()
-    longest: int = FEW
-
-
-@dataclass(frozen=True)
-class List:
-    """`shortest` to `longest` values of one schema."""
-
-    item: "Schema" = Anything()
-    shortest: int = 0
-    longest: int = FEW
-
-
-@dataclass(frozen=True)
-class TupleOf:
-    """A list of exactly these, in this order."""
-
-    items: tuple["Schema", ...]
-
-
-@dataclass(frozen=True)
-class Map:
-    """A mapping from any text to values of one schema."""
-
-    value: "Schema" = Anything()
-    longest: int = FEW
-
-
-@dataclass(frozen=True)
-class Object:
-    """A mapping with every field of `required`. Other fields are those of `optional`, or have the
-    schema `rest` (None: other fields are errors). `needs`: for a field the other fields that must
-    come with it.
-    """
-
-    required: Mapping[str, "Schema"] = field(default_factory=dict)
-    optional: Mapping[str, "Schema"] = field(default_factory=dict)
-    rest: "Schema | None" = Anything()
-    needs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Either:
-    """Any value that one of `kinds` allows."""
-
-    kinds: tuple["Schema", ...]
-
-
-ANY = Anything()
-Schema = Anything | Null | Flag | Int | Real | String | List | TupleOf | Map | Object | Either
-
-
-def either(*kinds: Schema) -> Either:
-    """Return the schema of one of `kinds`."""
-    return Either(kinds)
-
-
-def optional(kind: Schema) -> Either:
-    """Return the schema of `kind` or null."""
-    return Either((Null(), kind))
+LONGEST_TEXT = 2**40  # characters where nothing smaller is known: the file's size bounds it
 
 
 class Mismatch(Exception):
     """A value that its schema does not allow; the message names the field."""
 
 
-def check_value(value: Any, schema: Schema, where: str = "") -> None:
-    """Raise Mismatch, which names the field below `where`, unless `schema` allows `value`.
-
-    `value` must consist of None, bool, int, float, str, list and dict. The check is recursive:
-    bound the depth first (gate.py does).
+def check_value(value: Any, schema: Any) -> None:
+    """Raise Mismatch, which names the field, unless the type hint `schema` allows `value`, which
+    consists of None, bool, int, float, str, list and dict. Bound its depth first (gate.py does).
     """
-    match schema:
-        case Anything():
-            return
-        case Either(kinds):
-            _check_either(value, kinds, where)
-        case List() if isinstance(value, list):
-            _check_count(value, schema.shortest, schema.longest, where)
-            for i, item in enumerate(value):
-                check_value(item, schema.item, f"{where}[{i}]")
-        case TupleOf(items) if isinstance(value, list):
-            _check_count(value, len(items), len(items), where)
-            for i, (item, kind) in enumerate(zip(value, items, strict=True)):
-                check_value(item, kind, f"{where}[{i}]")
-        case Map() if isinstance(value, dict):
-            _check_count(value, 0, schema.longest, where)
-            for name, item in value.items():
-                _check_name(name, where)
-                check_value(item, schema.value, _field_path(where, name))
-        case Object() if isinstance(value, dict):
-            _check_object(value, schema, where)
-        case _ if not _allows_scalar(value, schema):
-            raise Mismatch(
-                f"{where or 'it'} is {describe_value(value)}: it must be {describe_schema(schema)}"
-            )
-
-
-def _check_either(value: Any, kinds: tuple[Schema, ...], where: str) -> None:
-    """Raise Mismatch unless one of `kinds` allows the value.
-
-    If exactly one of them has parts as the value has, its message is raised, which names the field;
-    else one that names all kinds.
-    """
-    deep = []
-    for kind in kinds:
-        try:
-            return check_value(value, kind, where)
-        except Mismatch as error:
-            parts = (Object, Map) if isinstance(value, dict) else (List, TupleOf)
-            if isinstance(value, (dict, list)) and isinstance(kind, parts):
-                deep.append(error)
-    # the author meant this form, so its field is what is wrong
-    if len(deep) == 1:
-        raise deep[0]
-    raise Mismatch(
-        f"{where or 'it'} is {describe_value(value)}: it must be {describe_schema(Either(kinds))}"
-    )
-
-
-def _check_object(value: dict, schema: Object, where: str) -> None:
-    """Raise Mismatch for a missing field, an unknown one, or a value that its schema does not
-    allow.
-    """
-    needed = [n for name, others in schema.needs.items() if name in value for n in others]
-    if missing := [name for name in [*schema.required, *needed] if name not in value]:
-        raise Mismatch(f"{where or 'it'} has no {missing[0]}")
-    for name, item in value.items():
-        _check_name(name, where)
-        # no schema is false
-        kind = schema.required.get(name) or schema.optional.get(name) or schema.rest
-        if kind is None:
-            names = ", ".join([*schema.required, *schema.optional])
-            known = f"known are {names}" if names else "it can have none"
-            raise Mismatch(f"{where or 'it'} has a field {describe_value(name)}: {known}")
-        if kind != ANY:  # most fields of a row are: a run has a million
-            check_value(item, kind, _field_path(where, name))
-
-
-def _check_name(name: Any, where: str) -> None:
-    """Raise Mismatch unless a name is text that UTF-8 can encode."""
-    if not isinstance(name, str) or not _writable(name):
-        raise Mismatch(
-            f"{where or 'it'} has a field named {describe_value(name)}: a name must be text"
-        )
-
-
-def _check_count(value: list | dict, shortest: int, longest: int, where: str) -> None:
-    """Raise Mismatch unless there are `shortest` to `longest` entries."""
-    if not shortest <= len(value) <= longest:
-        many = f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
-        many = f"{shortest:,} or more" if longest == FEW else many
-        raise Mismatch(f"{where or 'it'} has {len(value):,} entries: it must have {many}")
-
-
-def _field_path(where: str, name: str) -> str:
-    """Return the path of a field below `where`, such as "run.train", shortened for messages."""
-    return f"{where}.{_short(name)}" if where else _short(name)
-
-
-def _allows_scalar(value: Any, schema: Schema) -> bool:
-    """Return whether `schema`, one without parts (null, flag, number, text), allows a value."""
-    # bool is an int in Python
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    match schema:
-        case Null():
-            return value is None
-        case Flag():
-            return isinstance(value, bool)
-        case Int(low, high):
-            return number and isinstance(value, int) and low <= value <= high
-        case Real(low, high, above):
-            # float(value) would overflow or lose digits
-            if not number or (isinstance(value, int) and abs(value) >= INT64):
-                return False
-            return math.isfinite(value) and low <= value <= high and not (above and value == low)
-        case String(choices, longest):
-            if not isinstance(value, str) or len(value) > longest:
-                return False
-            return (not choices or value in choices) and _writable(value)
-    return False
-
-
-def _writable(text: str) -> bool:
-    """Return whether UTF-8 can encode a text: it has no lone surrogate."""
-    if text.isascii():
-        return True
     try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        validator(schema).validate_python(value)
+    except ValidationError as error:
+        raise Mismatch(_describe_errors(error.errors(include_url=False), value)) from None
 
 
-def describe_schema(schema: Schema) -> str:
-    """Describe the values that a schema allows, to follow "it must be"."""
-    match schema:
-        case Null():
-            return "null"
-        case Flag():
-            return "true or false"
-        case Int(low, high):
-            return f"an integer{_describe_range(low, high, -INT64, INT64 - 1)}"
-        case Real(low, high, True):
-            upper = f", at most {high:,}" if high < math.inf else ""
-            return f"a number larger than {low:,}{upper}"
-        case Real(low, high):
-            return f"a finite number{_describe_range(low, high, -math.inf, math.inf)}"
-        case String(choices, longest):
-            if choices:
-                return f"one of {', '.join(choices)}"
-            return "text" if longest == FEW else f"text of at most {longest:,} characters"
-        case List(item, n, m) if n == m:
-            return f"a list of {n}, each {describe_schema(item)}"
-        case List(item):
-            return "a list" if item == Anything() else f"a list, each {describe_schema(item)}"
-        case TupleOf(items):
-            return f"a list of {', '.join(describe_schema(item) for item in items)}"
-        case Map() | Object():
-            return "a mapping"
-        case Either(kinds):
-            return " or ".join(describe_schema(kind) for kind in kinds)
-    return "anything"
-
-
-def _describe_range(low: float, high: float, lowest: float, highest: float) -> str:
-    """Describe a range of numbers, such as " from 1 to 8"; "" if it is unlimited (`lowest` to
-    `highest`).
+def typed_dict(
+    required: Mapping[str, Any], optional: Mapping[str, Any] = {}, rest: Any = Any
+) -> Any:
+    """Return the TypedDict of fields that have no class: nested, or known at run time only.
+    Any other field has the type hint `rest`; None: it is an error.
     """
-    if low == lowest and high == highest:
-        return ""
-    if high == highest:
-        return f" of at least {low:,}"
-    return f" of at most {high:,}" if low == lowest else f" from {low:,} to {high:,}"
+    make: Any = TypedDict  # type checkers want a literal mapping
+    extra = {"closed": True} if rest is None else {"extra_items": rest}
+    names = {**required, **{name: NotRequired[kind] for name, kind in optional.items()}}
+    return make("fields", names, **extra)
+
+
+def needs(**fields: str) -> AfterValidator:
+    """Return a rule of a TypedDict: a field that is present needs another one, or several,
+    separated by spaces.
+    """
+
+    def check(value: dict[str, Any]) -> dict[str, Any]:
+        """Return the value; raise pydantic's error, whose text is the missing field."""
+        for name in fields.keys() & value.keys():
+            if missing := [other for other in fields[name].split() if other not in value]:
+                raise PydanticCustomError("needed_field", "{name}", {"name": missing[0]})
+        return value
+
+    return AfterValidator(check)
+
+
+@cache
+def validator(schema: Any) -> SchemaValidator:
+    """Return the validator of a type hint with the rules that all files share; cached."""
+    return SchemaValidator(_restrict(TypeAdapter(schema).core_schema))
+
+
+def _restrict(node: Any) -> Any:
+    """Return a part of a pydantic schema with the rules that all files share."""
+    if isinstance(node, list):
+        return [_restrict(part) for part in node]
+    if not isinstance(node, dict):
+        return node
+    node = {name: _restrict(part) for name, part in node.items()}
+    match node.get("type"):
+        case "bool":
+            return {**node, "strict": True}
+        case "int":
+            return {"ge": -INT64, "le": INT64 - 1, **node, "strict": True}
+        case "float":
+            finite: Any = {**node, "strict": True, "allow_inf_nan": False}
+            return core_schema.no_info_before_validator_function(_refuse_long, finite)
+        case "str":
+            # with a length, pydantic decodes the text, and refuses lone surrogates
+            return {"max_length": LONGEST_TEXT, **node, "strict": True}
+        case "list" | "tuple" | "dict":
+            return {**node, "fail_fast": True}
+        case "typed-dict":
+            return _restrict_fields(node)
+    return node
+
+
+def _restrict_fields(node: dict[str, Any]) -> Any:
+    """Return the schema of a TypedDict that compares its other fields first: pydantic's own would
+    report an error for each.
+    """
+    others, rest = None, node.pop("extras_schema", core_schema.any_schema())
+    if node.pop("extra_behavior", None) != "forbid":
+        name: Any = _restrict({"type": "str"})
+        others = SchemaValidator(core_schema.dict_schema(name, rest, fail_fast=True))
+    known: Any = node
+    check = partial(_check_others, tuple(node["fields"]), others)
+    # the name by which others refer to this schema is that of the outermost one
+    ref = node.pop("ref", None)
+    return core_schema.no_info_before_validator_function(check, known, ref=ref)
+
+
+def _check_others(known: Sequence[str], others: SchemaValidator | None, value: Any) -> Any:
+    """Return the value for a TypedDict with the fields `known`; raise pydantic's error if it has
+    other fields that `others` does not allow, or any where it is None.
+    """
+    rest = {n: item for n, item in value.items() if n not in known} if type(value) is dict else {}
+    if others is not None:
+        others.validate_python(rest)
+    elif rest:
+        names = f"known are {', '.join(known)}" if known else "it can have none"
+        text = f"{describe_value(next(iter(rest)))}: {names}"
+        raise PydanticCustomError("unknown_field", "{text}", {"text": text})
+    return value
+
+
+def _refuse_long(value: Any) -> Any:
+    """Return a value for a float; raise pydantic's error for an integer that is too long for it."""
+    if isinstance(value, int) and abs(value) >= INT64:
+        raise PydanticCustomError("float_type", "")
+    return value
+
+
+def _describe_errors(errors: Sequence[ErrorDetails], value: Any) -> str:
+    """Describe the first error of `value`. Where all alternatives of a union failed, describe the
+    one that has the value's type ("at most 5"), or name the types of all ("text or a list").
+    """
+    first = errors[0]
+    place, _, before = _locate(first, value)
+    union = [one for one in errors if one["loc"][:before] == first["loc"][:before]]
+    if before == len(first["loc"]):
+        union = [first]
+    # pydantic names all errors of a wrong type so, such as list_type
+    meant = [
+        one for one in union if not one["type"].endswith("_type") or _locate(one, value)[0] != place
+    ]
+    must = " or ".join(dict.fromkeys(map(expectation, meant[:1] or union)))
+    return _describe_error((meant or union)[0], value, must)
+
+
+def _describe_error(error: ErrorDetails, value: Any, must: str) -> str:
+    """Describe one error of `value`, which names the field. `must`: what it must be."""
+    path, inside, _ = _locate(error, value)
+    kind, it = error["type"], path or "it"
+    if kind == "missing":
+        missing = error["loc"][-1]
+        if isinstance(missing, str):
+            return f"{it} has no {missing}"
+        must = f"at least {missing + 1}"  # of a tuple
+    if kind == "needed_field":
+        return f"{it} has no {error['msg']}"
+    if kind == "unknown_field":
+        return f"{it} has a field {error['msg']}"
+    if error["loc"][-1:] == ("[key]",):
+        return f"{it} has a field named {describe_value(error['input'])}: a name must be text"
+    if kind in ("missing", "too_short", "too_long"):
+        return f"{it} has {plural(len(inside), 'entry', 'entries')}: it must have {must}"
+    return f"{it} is {describe_value(inside)}: it must be {must}"
+
+
+def _locate(error: ErrorDetails, value: Any) -> tuple[str, Any, int]:
+    """Return where an error lies in `value`: the path, such as "a[1].b"; the value there; and how
+    many steps of its `loc` precede the first that names an alternative of a union, not a field.
+    """
+    loc = error["loc"]
+    if error["type"] == "missing":
+        loc = loc[:-1]
+    elif loc[-1:] == ("[key]",):
+        loc = loc[:-2]
+    path, before = "", len(error["loc"])
+    for i, step in enumerate(loc):
+        if isinstance(value, list) and isinstance(step, int):
+            path, value = f"{path}[{step}]", value[step]
+        elif isinstance(value, dict) and step in value:
+            path, value = f"{path}{'.' if path else ''}{_short(str(step))}", value[step]
+        else:
+            before = min(before, i)
+    return path, value, before
 
 
 def describe_value(value: Any) -> str:

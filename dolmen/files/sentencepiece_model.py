@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from dolmen.files.gate import Refused, read_bytes, refuse
-from dolmen.files.kinds import VOCAB, VOCABULARY
+from dolmen.files.kinds import LARGEST_VOCABULARY, VOCAB
 
 Kind = Literal["unigram", "bpe"]
 KINDS: dict[int, Kind] = {1: "unigram", 2: "bpe"}
@@ -116,7 +116,7 @@ def _parse(content: bytes, name: Path | str) -> SentencePieceModel:
                 trainer |= fields(_inside(value))
             case 3:
                 normalizer |= fields(_inside(value))
-    if not 1 <= len(pieces) <= VOCABULARY.high:
+    if not 1 <= len(pieces) <= LARGEST_VOCABULARY:
         raise ValueError(f"it has {len(pieces):,} pieces")
     # ids would not follow from texts
     if len({piece.text for piece in pieces}) < len(pieces):

@@ -366,7 +366,7 @@ def apply_generation_config(config: T, generation_config: Mapping[str, Any]) -> 
     top_k, top_p and min_p are not taken. Raises Refused for invalid values of the file.
     """
     where = "generation_config.json"
-    gate.check_schema(dict(generation_config), where, kinds.SAMPLING)
+    gate.check_schema(dict(generation_config), where, kinds.SamplingFields)
     values = {name: generation_config.get(name) for name in NUMBERS}
     do_sample = bool(generation_config.get("do_sample"))
     if do_sample and values["temperature"] is None:

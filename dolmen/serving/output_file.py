@@ -19,11 +19,10 @@ from dolmen.files import gate, write
 from dolmen.files.gate import Kind, Refused
 from dolmen.files.kinds import JOURNAL_HEAD, JOURNAL_LINE, JOURNAL_ROW
 from dolmen.files.rows import LONGEST, Lines
-from dolmen.files.schema import Object
 from dolmen.serving.prompt_file import OUTPUT_FIELDS, PromptRow, json_line
 
 FORMAT = 1
-OUTPUT_ROW = Kind(Object(), size=JOURNAL_ROW.size, depth=JOURNAL_ROW.depth, constants=True)
+OUTPUT_ROW = Kind(dict[str, Any], size=JOURNAL_ROW.size, depth=JOURNAL_ROW.depth, constants=True)
 
 
 def journal_path(output: Path) -> Path:

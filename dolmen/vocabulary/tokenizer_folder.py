@@ -161,7 +161,7 @@ def fillers(model: SentencePieceModel, added: Mapping[int, str]) -> list[Vocabul
     for an id that is too large.
     """
     end = max(added, default=-1) + 1
-    if end > kinds.VOCABULARY.high:
+    if end > kinds.LARGEST_VOCABULARY:
         raise ValueError(f"an added token has id {end - 1:,}: {brief(added[end - 1])}")
     return [
         VocabularyPiece(added[n], 0.0, CONTROL)

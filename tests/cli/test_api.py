@@ -297,7 +297,7 @@ def test_the_package_shows_what_it_has():
         ({"optimizer": {"learning_rate": 1}}, "did you mean optimizer.lr\\?$"),
         ({"max_steps": 1}, "^unknown option max_steps: did you mean train.steps\\?$"),
         ({"model": {"num_layers": 1}}, "did you mean model.num_hidden_layers\\?$"),
-        ({"model": {"hidden_size": "64"}}, "hidden_size is '64': it must be an integer from 1"),
+        ({"model": {"hidden_size": "64"}}, "hidden_size is '64': it must be a whole number"),
         ({"model": {"rope_parameters": 5}}, "^model.rope_parameters is 5: it must be a mapping"),
         (
             {"model": {"model_type": "gpt2", "n_embd": 96, "hidden_size": 192}},

@@ -98,7 +98,7 @@ def test_forms_are_told_apart_by_their_fields():
         ({"conversations": [{"from": "martian", "value": "x"}]}, "`from` is 'martian'"),
         ({"messages": TWICE, "weight": -1}, "weight is -1"),
         ({"messages": TWICE, "weight": float("nan")}, "weight is nan"),
-        ({"messages": TWICE, "weight": 1e300}, r"weight is 1e[+]300: .* from 0 to 1e[+]30"),
+        ({"messages": TWICE, "weight": 1e300}, r"weight is 1e[+]300: it must be at most 1e[+]30"),
     ],
 )
 def test_what_is_no_chat_is_refused_by_its_row(row, told):

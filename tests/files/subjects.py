@@ -31,11 +31,10 @@ from dolmen.core.mesh import SINGLE
 from dolmen.core.torch_private.checkpoints import Place
 from dolmen.data import corpus, readers, token_cache
 from dolmen.families import Model, find_family
-from dolmen.families.model import schema
 from dolmen.files import gate, indexed, kinds, tokenizer_files, torch_files
 from dolmen.files import safetensors as ours
 from dolmen.files.rows import Tail
-from dolmen.files.schema import Schema, check_value
+from dolmen.files.schema import check_value
 from dolmen.parallel import schedule, simulation
 from dolmen.recipes import RECIPES
 from dolmen.serving import engine
@@ -84,7 +83,7 @@ def alike(a: Any, b: Any) -> bool:
     return a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b))
 
 
-def said(shape: Schema, what=plain) -> Callable[[Any, Any, Path], bool]:
+def said(shape: Any, what=plain) -> Callable[[Any, Any, Path], bool]:
     """Of files that people write: what stands there, if it fits `shape`."""
 
     def same(value: Any, undamaged: Any, file: Path) -> bool:
@@ -132,7 +131,7 @@ CONFIGS = {
 def same_config(value: Any, undamaged: Any, file: Path) -> bool:
     """The structure of what stands there, which is kept whole."""
     content = plain(file)
-    check_value(content, schema(find_family(content["model_type"])))
+    check_value(content, find_family(content["model_type"]).schema)
     return alike(value.config, content) and value.spec == Model(content).spec
 
 

@@ -8,27 +8,14 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
+from pydantic_core import SchemaValidator
 from subjects import CONFIGS, alike
 
 from dolmen.families import Model, find_family
-from dolmen.families.model import schema
 from dolmen.files import gate, kinds
 from dolmen.files.gate import Kind, Refused
-from dolmen.files.schema import (
-    Anything,
-    Either,
-    Flag,
-    Int,
-    List,
-    Map,
-    Null,
-    Object,
-    Real,
-    Schema,
-    String,
-    TupleOf,
-    check_value,
-)
+from dolmen.files.schema import check_value
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 LEAF = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT
@@ -43,38 +30,52 @@ QUICK = settings(
 )
 
 
-def fitting(shape: Schema) -> st.SearchStrategy[Any]:
-    """Values that a schema allows."""
-    match shape:
-        case Null():
-            return st.none()
-        case Flag():
-            return st.booleans()
-        case Int(low, high):
-            return st.integers(low, high)
-        case Real(low, high, above):
-            low, high = max(low, -1e300), min(high, 1e300)
-            fractions = st.floats(low, high, exclude_min=above)
-            least, most = max(int(low) + 1, -(2**62)), min(int(high), 2**62)
-            return fractions | st.integers(least, most) if least <= most else fractions
-        case String(choices, longest):
-            return st.sampled_from(choices) if choices else TEXT.filter(lambda t: len(t) <= longest)
-        case List(item, shortest, _):
-            return st.lists(fitting(item), min_size=shortest, max_size=shortest + 2)
-        case TupleOf(items):
-            return st.tuples(*map(fitting, items)).map(list)
-        case Map(value, _):
-            return st.dictionaries(TEXT, fitting(value), max_size=3)
-        case Object(required, optional, _, needs):
-            needed = {name for beside in needs.values() for name in beside}
-            every = required | {n: s for n, s in optional.items() if n in needed}
-            rest = {n: fitting(s) for n, s in optional.items() if n not in needed}
-            return st.fixed_dictionaries({n: fitting(s) for n, s in every.items()}, optional=rest)
-        case Either(among):
-            return st.one_of(*map(fitting, among))
-        case Anything():
-            return LEAF
-    raise AssertionError(shape)
+def fitting(schema: Any) -> st.SearchStrategy[Any]:
+    """Values that a type hint allows, with the limits that all files share."""
+    hint: Any = TypeAdapter(schema).core_schema
+    known = {one["ref"]: one for one in hint.get("definitions", ())}
+
+    def of(node: Any) -> st.SearchStrategy[Any]:
+        """Values of one part of pydantic's schema."""
+        match node:
+            case {"type": "definitions", "schema": inside} | {"type": "nullable", "schema": inside}:
+                return of(inside) | (st.none() if node["type"] == "nullable" else st.nothing())
+            case {"type": "definition-ref", "schema_ref": name}:
+                return of(known[name])
+            case {"type": "function-after", "schema": inside}:
+                return of(inside).filter(SchemaValidator(node).isinstance_python)
+            case {"type": "bool"}:
+                return st.booleans()
+            case {"type": "int"}:
+                return st.integers(node.get("ge", -(2**63)), node.get("le", 2**63 - 1))
+            case {"type": "float"}:
+                low, above = node.get("gt", node.get("ge", -1e300)), "gt" in node
+                high = node.get("le", 1e300)
+                fractions = st.floats(low, high, exclude_min=above)
+                least, most = max(int(low) + 1, -(2**62)), min(int(high), 2**62)
+                return fractions | st.integers(least, most) if least <= most else fractions
+            case {"type": "str"}:
+                return TEXT.filter(lambda text: len(text) <= node.get("max_length", 8))
+            case {"type": "literal", "expected": choices}:
+                return st.sampled_from(choices)
+            case {"type": "list"}:
+                least = node.get("min_length", 0)
+                return st.lists(of(node["items_schema"]), min_size=least, max_size=least + 2)
+            case {"type": "tuple", "items_schema": items}:
+                return st.tuples(*map(of, items)).map(list)
+            case {"type": "dict", "values_schema": item}:
+                return st.dictionaries(TEXT, of(item), max_size=3)
+            case {"type": "typed-dict", "fields": fields}:
+                each = {name: of(field["schema"]) for name, field in fields.items()}
+                needed = {name: each.pop(name) for name in fields if fields[name]["required"]}
+                return st.fixed_dictionaries(needed, optional=each)
+            case {"type": "union", "choices": among}:
+                return st.one_of(*map(of, among))
+            case {"type": "any"}:
+                return LEAF
+        raise AssertionError(node)
+
+    return of(hint)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -114,7 +115,7 @@ def test_a_config_json_that_fits_its_family_is_a_model_or_a_refusal(name):
     family = find_family(CONFIGS[name]["model_type"])
 
     @QUICK
-    @given(fitting(schema(family)))
+    @given(fitting(family.schema))
     def reads(document):
         content = CONFIGS[name] | {n: v for n, v in document.items() if n != "model_type"}
         try:

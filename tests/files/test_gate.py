@@ -2,28 +2,22 @@
 schema is refused in one line that begins with the file's name.
 """
 
+import math
 import os
+import resource
 import time
+from typing import Annotated, Any, Literal
 
 import pytest
 import yaml
+from annotated_types import Interval, Len, MaxLen
 
+from dolmen.core.config import AboveZero
 from dolmen.files import gate, kinds
 from dolmen.files.gate import Kind, Refused
-from dolmen.files.schema import (
-    Anything,
-    Flag,
-    Int,
-    List,
-    Map,
-    Object,
-    Real,
-    String,
-    TupleOf,
-    optional,
-)
+from dolmen.files.schema import needs, typed_dict
 
-ANY = Kind(Anything(), size=16 * gate.MIB)
+ANY = Kind(Any, size=16 * gate.MIB)
 
 
 def refused(call, *given) -> str:
@@ -66,16 +60,16 @@ def test_json_that_is_refused(tmp_path, case):
 def test_json_that_is_read(tmp_path):
     file = tmp_path / "a.json"
     file.write_bytes(b'\xef\xbb\xbf{"[[[[\\"[[[": [[1, 2.5], null, "\\\\"], "b": true}')
-    kind = Kind(Anything(), depth=3)
+    kind = Kind(Any, depth=3)
     assert gate.read_json(file, kind) == {'[[[["[[[': [[1, 2.5], None, "\\"], "b": True}
-    assert gate.read_json(file, Kind(Anything(), depth=2 + 1))
-    assert "3 brackets" in refused(gate.read_json, file, Kind(Anything(), depth=2))
+    assert gate.read_json(file, Kind(Any, depth=2 + 1))
+    assert "3 brackets" in refused(gate.read_json, file, Kind(Any, depth=2))
 
 
 def test_what_is_no_file_of_that_size(tmp_path):
     (tmp_path / "large").write_bytes(b"1" * 11)
     os.mkfifo(tmp_path / "pipe")
-    small = Kind(Anything(), size=10)
+    small = Kind(Any, size=10)
     assert "more than 10 bytes" in refused(gate.read_json, tmp_path / "large", small)
     assert "is a folder" in refused(gate.read_json, tmp_path, small)
     assert "is not a regular file" in refused(gate.read_json, tmp_path / "pipe", small)
@@ -160,11 +154,11 @@ def test_yaml_words_and_aliases(tmp_path):
 
 
 def test_rows(tmp_path):
-    file, kind = tmp_path / "a.jsonl", Kind(Object({"n": Int()}), size=60)
+    file, kind = tmp_path / "a.jsonl", Kind(typed_dict({"n": int}), size=60)
     file.write_text('{"n": 1}\n\n {"n": 2}\n')
     assert list(gate.read_json_lines(file, kind)) == [(1, {"n": 1}), (3, {"n": 2})]
     for bad, reason in (
-        ('{"n": "1"}', "n is '1': it must be an integer"),
+        ('{"n": "1"}', "n is '1': it must be a whole number"),
         ("[" * 50, "50 brackets"),
         ("1" * 60, "more than 60 bytes"),
         ("{}", "it has no n"),
@@ -174,24 +168,29 @@ def test_rows(tmp_path):
         assert message.startswith(f"{file}, line 2: ") and reason in message
 
 
+UNIT = Annotated[float, Interval(ge=0, le=1)]
 SCHEMAS = [
-    (Int(1, 5), [1, 5], [0, 6, 1.0, True, "1", None, [1], 10**400]),
-    (Real(0, 1), [0, 1, 0.5], [-0.1, float("nan"), float("inf"), True, "0", 10**400]),
-    (Real(0, above=True), [1e-9], [0, 0.0, -1]),
-    (Flag(), [True, False], [0, 1, None, "yes"]),
-    (String(("a", "b")), ["a"], ["c", 1, None]),
-    (String(longest=2), ["ab", "ää"], ["abc", "\ud800"]),
-    (optional(Int()), [None, 1], ["a", False]),
-    (List(Int(), 1, 2), [[1], [1, 2]], [[], [1, 2, 3], ["a"], 1, {"a": 1}]),
-    (TupleOf((String(), Int())), [["a", 1]], [["a"], ["a", 1, 2], [1, "a"], "a1"]),
-    (Map(Int()), [{}, {"a": 1}], [{"a": "b"}, {1: 1}, {"\ud800": 1}, []]),
+    (Annotated[int, Interval(ge=1, le=5)], [1, 5], [0, 6, 1.0, True, "1", None, [1], 10**400]),
+    (int, [-(2**63), 2**63 - 1], [2**63, -(2**63) - 1]),
+    (float, [0, 1e300, 2**62], [2**63, 10**400, math.nan, math.inf, -math.inf, True, "0", None]),
+    (UNIT, [0, 1, 0.5], [-0.1, math.nan, math.inf, True, "0", 10**400]),
+    (AboveZero, [1e-9], [0, 0.0, -1, math.nan, math.inf]),
+    (bool, [True, False], [0, 1, None, "yes"]),
+    (Literal["a", "b"], ["a"], ["c", 1, None, "\ud800"]),
+    (str, ["", "ä"], ["\ud800", 1, None]),
+    (Annotated[str, MaxLen(2)], ["ab", "ää"], ["abc", "\ud800"]),
+    (int | None, [None, 1], ["a", False]),
+    (Annotated[list[int], Len(1, 2)], [[1], [1, 2]], [[], [1, 2, 3], ["a"], 1, {"a": 1}]),
+    (tuple[str, int], [["a", 1]], [["a"], ["a", 1, 2], [1, "a"], "a1"]),
+    (dict[str, int], [{}, {"a": 1}], [{"a": "b"}, {1: 1}, {"\ud800": 1}, []]),
     (
-        Object({"a": Int()}, {"b": String()}),
+        typed_dict({"a": int}, {"b": str}),
         [{"a": 1}, {"a": 1, "b": "x", "c": []}],
-        [{}, {"a": ""}],
+        [{}, {"a": ""}, {"a": 1, 2: 3}, {"a": 1, "\ud800": 3}],
     ),
-    (Object({}, {"b": String()}, rest=None), [{}, {"b": ""}], [{"c": 1}]),
-    (Object(needs={"a": ("b",)}), [{}, {"b": 1}, {"a": 1, "b": 1}], [{"a": 1}]),
+    (typed_dict({}, {"b": str}, rest=None), [{}, {"b": ""}], [{"c": 1}]),
+    (typed_dict({}, {"b": str}, rest=int), [{}, {"b": "", "c": 1}], [{"c": ""}, {"b": 1}]),
+    (Annotated[dict[str, Any], needs(a="b")], [{}, {"b": 1}, {"a": 1, "b": 1}], [{"a": 1}]),
 ]
 
 
@@ -204,11 +203,44 @@ def test_schemas(schema, good, bad):
 
 
 def test_messages_name_the_field():
-    schema = Object({"a": List(Object({"b": optional(Int(1, 4096))}))})
-    message = refused(gate.check_schema, {"a": [{"b": 1}, {"b": 10**9}]}, "f", schema)
-    assert message == "f: a[1].b is 1000000000: it must be null or an integer from 1 to 4,096"
-    message = refused(gate.check_schema, {"tie_word_embeddings": "yes"}, "f", Map(Flag()))
+    item = typed_dict({"b": Annotated[int | None, Interval(ge=1, le=4096)], "type": str}, rest=None)
+    schema = typed_dict({"a": list[item]}, {"u": str | list[int] | item, "t": tuple[int, int]})
+    for value, message in {
+        "{'a': [{'b': 1, 'type': ''}, {'b': 10**9, 'type': ''}]}": (
+            "a[1].b is 1000000000: it must be at most 4,096"
+        ),
+        "{'a': [{'b': 'x', 'type': ''}]}": "a[0].b is 'x': it must be a whole number",
+        "{'a': [{'b': 1}]}": "a[0] has no type",
+        "{'a': [{'b': 1, 'type': '', 'c': 0}]}": "a[0] has a field 'c': known are b, type",
+        "{'a': [3]}": "a[0] is 3: it must be a mapping",
+        "{'a': [], 'u': True}": "u is true: it must be text or a list or a mapping",
+        "{'a': [], 'u': [1, True]}": "u[1] is true: it must be a whole number",
+        "{'a': [], 'u': {'b': 0, 'type': ''}}": "u.b is 0: it must be at least 1",
+        "{'a': [], 'u': {'b': 1}}": "u has no type",
+        "{'a': [], 't': [1]}": "t has 1 entry: it must have at least 2",
+        "{'a': [], 't': [1, 2, 3]}": "t has 3 entries: it must have at most 2",
+        "{'a': [], 't': [1, '']}": "t[1] is '': it must be a whole number",
+        "{'a': [], '\\ud800': 1}": "it has a field named '\\ud800': a name must be text",
+        "[]": "it is a list of 0: it must be a mapping",
+        "{}": "it has no a",
+    }.items():
+        assert refused(gate.check_schema, eval(value), "f", schema) == f"f: {message}", value
+    message = refused(gate.check_schema, {"tie_word_embeddings": "yes"}, "f", dict[str, bool])
     assert message == "f: tie_word_embeddings is 'yes': it must be true or false"
+
+
+def test_a_million_wrong_values_are_one_error():
+    """Of a list, a mapping, and other fields of a mapping: each error would take a kilobyte."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    names = dict.fromkeys(map(str, range(10**6)), "")
+    for value, schema in (
+        ([""] * 10**6, list[int]),
+        (names, dict[str, int]),
+        ([[""]] * 10**6, list[tuple[int]]),
+        ({"a": [""] * 10**6}, typed_dict({"a": list[int] | list[float]})),
+    ):
+        assert "it must be a" in refused(gate.check_schema, value, "f", schema)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024, "KiB"
 
 
 def test_a_million_values_are_checked_in_a_second(tmp_path):

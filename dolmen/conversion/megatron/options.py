@@ -2,94 +2,58 @@
 who reads them.
 """
 
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval, MaxLen
 
 from dolmen.files import kinds
-from dolmen.files.schema import Flag, Int, List, Object, Real, String, TupleOf, either, optional
+from dolmen.files.schema import typed_dict
 
-SIZE = optional(Int(1, 2**16))  # of an axis
-COUNT = optional(Int(0, 2**31))
-FLAG, REAL = optional(Flag()), optional(Real())
-SCHEMA = Object(
-    required={
+SIZE = Annotated[int, Interval(ge=1, le=2**16)] | None  # of an axis
+COUNT = Annotated[int, Interval(ge=0, le=2**31)] | None
+EVERY, HAS = Annotated[int, Interval(ge=1, le=2**12)], Annotated[int, Interval(ge=0, le=1)]
+MOE_LAYERS = Annotated[
+    EVERY | Annotated[list[HAS], MaxLen(2**12)] | None,
+    "one layer in so many has experts; or for each layer whether it has",
+]
+WIDTHS = """ffn_hidden_size kv_channels moe_ffn_hidden_size moe_shared_expert_intermediate_size
+    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim""".split()
+SIZES = """tensor_model_parallel_size model_parallel_size pipeline_model_parallel_size
+    expert_model_parallel_size expert_tensor_parallel_size
+    virtual_pipeline_model_parallel_size""".split()
+COUNTS = "moe_router_topk moe_router_num_groups moe_router_group_topk".split()
+FLAGS = """group_query_attention swiglu bias_gelu_fusion openai_gelu onnx_safe add_bias_linear
+    disable_bias_linear add_qkv_bias qk_layernorm multi_latent_attention apply_layernorm_1p
+    layernorm_zero_centered_gamma untie_embeddings_and_output_weights use_rotary_position_embeddings
+    rotary_interleaved use_rope_scaling moe_router_pre_softmax
+    moe_router_enable_expert_bias""".split()
+REALS = """layernorm_epsilon norm_epsilon rotary_percent rotary_base
+    rotary_seq_len_interpolation_factor rope_scaling_factor init_method_std
+    moe_router_topk_scaling_factor rotary_scaling_factor mscale mscale_all_dim beta_fast
+    beta_slow""".split()
+SCHEMA = typed_dict(
+    {
         "num_layers": kinds.LAYERS,
         "hidden_size": kinds.WIDTH,
         "num_attention_heads": kinds.HEADS,
         "max_position_embeddings": kinds.POSITIONS,
     },
-    optional={
-        **dict.fromkeys(("ffn_hidden_size", "kv_channels"), optional(kinds.WIDTH)),
-        **dict.fromkeys(("moe_ffn_hidden_size",), optional(kinds.WIDTH)),
-        "moe_shared_expert_intermediate_size": optional(kinds.WIDTH),
-        "num_query_groups": optional(kinds.HEADS),
-        **dict.fromkeys(
-            ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"),
-            optional(kinds.WIDTH),
-        ),
-        "original_max_position_embeddings": optional(kinds.POSITIONS),
-        "num_experts": optional(kinds.EXPERTS),
-        **dict.fromkeys(
-            (
-                "tensor_model_parallel_size",
-                "model_parallel_size",
-                "pipeline_model_parallel_size",
-                "expert_model_parallel_size",
-                "expert_tensor_parallel_size",
-                "virtual_pipeline_model_parallel_size",
-            ),
-            SIZE,
-        ),
-        **dict.fromkeys(
-            (
-                "group_query_attention",
-                "swiglu",
-                "bias_gelu_fusion",
-                "openai_gelu",
-                "onnx_safe",
-                "add_bias_linear",
-                "disable_bias_linear",
-                "add_qkv_bias",
-                "qk_layernorm",
-                "multi_latent_attention",
-                "apply_layernorm_1p",
-                "layernorm_zero_centered_gamma",
-                "untie_embeddings_and_output_weights",
-                "use_rotary_position_embeddings",
-                "rotary_interleaved",
-                "use_rope_scaling",
-                "moe_router_pre_softmax",
-                "moe_router_enable_expert_bias",
-            ),
-            FLAG,
-        ),
-        **dict.fromkeys(
-            (
-                "layernorm_epsilon",
-                "norm_epsilon",
-                "rotary_percent",
-                "rotary_base",
-                "rotary_seq_len_interpolation_factor",
-                "rope_scaling_factor",
-                "init_method_std",
-                "moe_router_topk_scaling_factor",
-                "rotary_scaling_factor",
-                "mscale",
-                "mscale_all_dim",
-                "beta_fast",
-                "beta_slow",
-            ),
-            REAL,
-        ),
-        "moe_aux_loss_coeff": optional(either(Real(), List(Real()))),
-        "normalization": optional(String(("LayerNorm", "RMSNorm"))),
-        "position_embedding_type": optional(String(("learned_absolute", "rope", "none"))),
-        "rope_type": optional(String(("rope", "yarn"))),
-        "moe_router_score_function": optional(String(("softmax", "sigmoid"))),
-        "moe_router_topk": COUNT,
-        "moe_router_num_groups": COUNT,
-        "moe_router_group_topk": COUNT,
-        "moe_layer_freq": optional(either(Int(1, 2**12), List(Int(0, 1), longest=2**12))),
-        "window_size": optional(either(Int(), TupleOf((Int(), Int())))),
+    {
+        **dict.fromkeys(WIDTHS, kinds.WIDTH | None),
+        **dict.fromkeys(SIZES, SIZE),
+        **dict.fromkeys(COUNTS, COUNT),
+        **dict.fromkeys(FLAGS, bool | None),
+        **dict.fromkeys(REALS, float | None),
+        "num_query_groups": kinds.HEADS | None,
+        "original_max_position_embeddings": kinds.POSITIONS | None,
+        "num_experts": kinds.EXPERTS | None,
+        "moe_aux_loss_coeff": float | list[float] | None,
+        "normalization": Literal["LayerNorm", "RMSNorm"] | None,
+        "position_embedding_type": Literal["learned_absolute", "rope", "none"] | None,
+        "rope_type": Literal["rope", "yarn"] | None,
+        "moe_router_score_function": Literal["softmax", "sigmoid"] | None,
+        "moe_layer_freq": MOE_LAYERS,
+        "window_size": int | tuple[int, int] | None,
     },
 )
 # Fields whose other values change the function: only these are computed.

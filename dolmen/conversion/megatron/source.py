@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from dolmen.conversion import sidecars
@@ -30,7 +31,6 @@ from dolmen.families.differences import differences
 from dolmen.families.rules import StoredTensor
 from dolmen.files import gate, torch_files
 from dolmen.files.safetensors import Spec, Stored
-from dolmen.files.schema import Int, Real, either
 
 CHUNK = re.compile(r"model(\d{0,4})")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -163,7 +163,8 @@ def check_said(values: Mapping[str, Any], file: Path) -> None:
     gate.check_schema(values.get("iteration", 0), file, ITERATION)
 
 
-VERSION, ITERATION = either(Int(0, 3), Real(0, 3)), Int(0, 2**40)
+VERSION = Annotated[float, Interval(ge=0, le=3)]
+ITERATION = Annotated[int, Interval(ge=0, le=2**40)]
 
 
 def _chunks(values: Mapping[str, Any]) -> list[str]:
