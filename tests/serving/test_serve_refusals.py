@@ -2,6 +2,7 @@
 those who go away, those who ask for too much, and its own end.
 """
 
+import asyncio
 import gc
 import json
 import socket
@@ -16,6 +17,7 @@ import served
 import tinyrun
 import torch
 from served import KEY, serving, until
+from starlette.requests import Request
 from tokenizers.pre_tokenizers import ByteLevel
 
 from dolmen.conversion.source import open_source
@@ -23,7 +25,8 @@ from dolmen.core.messages import BadInput
 from dolmen.data.tokenizer import bytes_of, load_tokenizer
 from dolmen.serving.config import ServeConfig
 from dolmen.serving.generation import Detokenizer
-from dolmen.serving.http import server
+from dolmen.serving.http import app, server
+from dolmen.serving.http.protocol import ApiError
 from dolmen.serving.http.request_parser import RequestParser
 from dolmen.serving.http.responses import CompletionStream, TokenTexts, top_logprobs
 from dolmen.serving.http.session import Session
@@ -165,6 +168,22 @@ def test_other_refusals(service):
     refused(service.post(COMPLETIONS, content=chunks), 413, "20,000 bytes")
     until(lambda: service.idle)
     assert service.post(COMPLETIONS, json=GOOD).status_code == 200
+
+
+def test_a_body_that_says_it_is_too_long_is_not_read():
+    sent = iter([{"type": "http.request", "body": b"a" * 20}])
+
+    async def receive():
+        return next(sent)
+
+    def body(length: int):
+        headers = [(b"content-length", str(length).encode())]
+        request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
+        return asyncio.run(app.read_body(request, 20))
+
+    with pytest.raises(ApiError, match="more than 20 bytes"):
+        body(21)
+    assert body(20) == b"a" * 20
 
 
 def test_nobody_asks_without_the_key(service):
