@@ -150,8 +150,11 @@ def report(results: Sequence[Result], known: Record) -> str:
             f"- {counted(result)}: {candidate.file}:{candidate.line} {candidate.function} "
             f"[{candidate.rule}]{reason}\n  `{candidate.before}`\n  `{candidate.after}`"
         )
-    share = score(results)
-    parts.append(f"mutation score: {share:.1f} % of {len(results)} drawn")
+    reached = [r for r in results if r.verdict != "unreached"]
+    parts.append(
+        f"mutation score: {score(results):.1f} % of {len(results)} drawn; "
+        f"{score(reached):.1f} % of the {len(reached)} whose line a recorded test executes"
+    )
     return "\n\n".join(parts)
 
 
