@@ -40,7 +40,13 @@ from dolmen.core.autograd import recompute
 from dolmen.core.state import local
 from dolmen.model import positions, spec
 from dolmen.model.component import Branch, Component, LayerCache, LayerInputs, ModuleContext
-from dolmen.model.layers import ColumnParallelLinear, Norm, ParameterModule, RowParallelLinear
+from dolmen.model.layers import (
+    ColumnParallelLinear,
+    Norm,
+    ParameterModule,
+    RowParallelLinear,
+    fuse,
+)
 from dolmen.model.positions import pairs
 from dolmen.model.spec import ParamSpecs, select_prefix
 from dolmen.ops import rope
@@ -180,6 +186,7 @@ class Attention(Branch):
         self.k, self.v = (
             ColumnParallelLinear(select_prefix(leaves, name), mine) for name in ("k", "v")
         )
+        fuse(self.q, self.k, self.v)
         self.o = RowParallelLinear(select_prefix(leaves, "o"), self.tp)
         self.sinks = ParameterModule(select_prefix(leaves, "sinks")) if attention.sinks else None
         norm, self.norm_of = attention.qk_norm, attention.qk_norm_of
@@ -233,7 +240,7 @@ class Attention(Branch):
         if self.clip is not None:
             q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
         if given.cos is not None and given.sin is not None:
-            q, k = (rope.rotate(t, given.cos, given.sin, *self.pairs) for t in (q, k))
+            q, k = rope.rotate_heads(q, k, given.cos, given.sin, *self.pairs)
         if given.growth is not None:
             # Qwen's log-n: logarithm of the position to the base of the trained length
             q = q * given.growth.to(q.dtype)

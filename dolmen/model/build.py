@@ -238,8 +238,7 @@ def load_inference_weights(
         delayed.on(mesh.device)
     # tensors that each packed module still waits for
     coming = {
-        name: {own for own, _ in part.named_parameters(recurse=False)}
-        for name, part in alone.items()
+        part: {own for own, _ in part.named_parameters(recurse=False)} for part in alone.values()
     }
     # modules whose plain memory is allocated
     allocated: set[str] = set()
@@ -255,10 +254,10 @@ def load_inference_weights(
             allocated.add(owner)
             alone[owner].to_empty(device=mesh.device, recurse=False)
         write(name, value)
-        coming[owner].remove(own)
-        if not coming[owner]:
-            # its last tensor has come: pack, and give the plain memory back
-            alone[owner].free_weight(weights)
+        coming[alone[owner]].remove(own)
+        if not any(coming[part] for part in alone[owner].fused):
+            # the last tensor has come: pack, and give the plain memory back
+            alone[owner].free_weights(weights)
 
     load(model, lambda write: stream(lambda name, value: through(write, name, value)))
     return model

@@ -4,11 +4,12 @@ gradient type on this rank.
 A module's parameters are stored whole on meta, then split by `placements`. `linear` returns what
 multiplies x: weight, bias, LoRA adapter, fp8 rounding and int8 scale in one tuple, which
 parallel/tensor.py consumes, so that no module repeats these combinations. Without gradients it can
-return faster forms: a packed copy of the weight (`prepack`), the packed form alone (`free_weight`),
-or several adapters for different tokens (`set_multi_lora`).
+return faster forms: a packed copy of the weight (`prepack`), the packed form alone
+(`free_weights`), or several adapters for different tokens (`set_multi_lora`). Weights that multiply
+the same input are packed as one (`fuse`).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -25,7 +26,7 @@ from dolmen.model.spec import ParamSpec, ParamSpecs
 from dolmen.ops.kernels import Kernels
 from dolmen.ops.norm import rms_norm
 from dolmen.parallel import tensor, vocabulary
-from dolmen.parallel.inference_linear import MultiLora, Weights, prepack
+from dolmen.parallel.inference_linear import MultiLora, Weights, prepack, prepack_together
 from dolmen.parallel.quantized_product import Delayed, Rounding
 from dolmen.parallel.tensor import Adapter, Linear, TensorParallel
 
@@ -74,15 +75,26 @@ def tp_cut(leaf: ParamSpec) -> Literal["inputs", "outputs"] | None:
     return None if not dims else "outputs" if dims[0] == outputs else "inputs"
 
 
-def _prepack(one: Linear, weights: Weights, inputs: Axis) -> Linear:
-    """Return the linear `one` with a packed copy of its weight (adapter merged in) in the format
-    `weights`; unchanged for stacked experts, int8 weights and DoRA, which have no packed form.
-    `inputs`: the axis that cuts the weight's inputs.
+def _prepack(linears: Sequence[Linear], weights: Weights, inputs: Axis) -> list[Linear]:
+    """Return `linears`, which share an input, with one packed copy of their weights (adapters
+    merged in) in the format `weights`; unchanged for stacked experts, int8 weights and DoRA, which
+    have no packed form. `inputs`: the axis that cuts the weights' inputs.
     """
+    if len(linears) > 1 and not all(_can_prepack(one) for one in linears):
+        return [packed for one in linears for packed in _prepack([one], weights, inputs)]
+    if not _can_prepack(linears[0]):
+        return list(linears)
+    merged = [one.merge(one.weight.dtype) for one in linears]
+    if len(merged) == 1:
+        return [linears[0]._replace(laid_out=prepack(merged[0], weights, inputs))]
+    packed = prepack_together(merged, weights)
+    return [one._replace(laid_out=part) for one, part in zip(linears, packed, strict=True)]
+
+
+def _can_prepack(one: Linear) -> bool:
+    """Return True if the weight is one matrix in floating point, without DoRA."""
     gained = one.adapter is not None and one.adapter.magnitude is not None
-    if one.weight.ndim != 2 or one.scale is not None or gained:
-        return one
-    return one._replace(laid_out=prepack(one.merge(one.weight.dtype), weights, inputs))
+    return one.weight.ndim == 2 and one.scale is None and not gained
 
 
 def _freed_message(weights: Weights) -> str:
@@ -122,6 +134,8 @@ class ParameterModule(nn.Module):
         self.cut: Literal["inputs", "outputs"] | None = (
             tp_cut(leaves["weight"]) if "weight" in leaves else None
         )
+        self.fused: tuple[ParameterModule, ...] = (self,)
+        """Modules that multiply the same input, this one among them: packed as one matrix."""
         self._prepack_as: Weights | None = None
         self._prepacked: tuple[tuple[object, ...], Linear] | None = None
         self._freed: tuple[Weights, Linear] | None = None
@@ -162,22 +176,32 @@ class ParameterModule(nn.Module):
                 )
             return self._freed[1]
         if self._prepack_as is None or torch.is_grad_enabled():
-            return self._linear()
+            return self.plain_linear()
         if self._prepacked is None:
-            self._prepacked = (
-                self._state(self._prepack_as),
-                _prepack(self._linear(), self._prepack_as, self.input_axis),
-            )
+            for module, one in zip(self.fused, self._pack(self._prepack_as), strict=True):
+                module.keep_prepacked(self._prepack_as, one)
+        assert self._prepacked is not None
         return self._prepacked[1]
 
-    def free_weight(self, weights: Weights) -> None:
-        """Replace the weight permanently by its packed form and free its memory: the parameter
-        keeps its shape on meta, without values. Adapters are merged into the packed form. Does
-        nothing if the weight cannot be packed.
+    def _pack(self, weights: Weights) -> list[Linear]:
+        """Return the linears of `fused` with a packed copy of their weights."""
+        return _prepack([module.plain_linear() for module in self.fused], weights, self.input_axis)
+
+    def keep_prepacked(self, weights: Weights, one: Linear) -> None:
+        """Keep `one`, the linear with a packed weight, until a tensor of the module changes."""
+        self._prepacked = self._state(weights), one
+
+    def free_weights(self, weights: Weights) -> None:
+        """Replace the weights of `fused` permanently by their packed form and free their memory:
+        the parameters keep their shapes on meta, without values. Adapters are merged into the
+        packed form. Does nothing to weights that cannot be packed.
         """
-        one = _prepack(self._linear(), weights, self.input_axis)
-        if one.laid_out is None:
-            return
+        for module, one in zip(self.fused, self._pack(weights), strict=True):
+            if one.laid_out is not None:
+                module.replace_weight(weights, one)
+
+    def replace_weight(self, weights: Weights, one: Linear) -> None:
+        """Let `one`, the linear with a packed weight, take the place of the weight permanently."""
         # keeps name and shape, for checks and for counting
         gone = torch.empty_like(local_view(self.weight), device="meta")
         self.weight = nn.Parameter(state.tensor_like(self.weight, gone), self.weight.requires_grad)
@@ -192,10 +216,14 @@ class ParameterModule(nn.Module):
         """
         if self._freed is not None and self._freed[0] != weights:
             raise ValueError(f"{_freed_message(self._freed[0])}, but {weights} ones are needed")
-        # an optimizer step has changed the weight since
-        if self._prepacked is not None and self._prepacked[0] != self._state(weights):
+        # an optimizer step has changed a weight since
+        if any(module.needs_packing(weights) for module in self.fused):
             self._prepacked = None
         self._prepack_as = weights
+
+    def needs_packing(self, weights: Weights) -> bool:
+        """Return True if there is no packed copy, or the module has changed since it was made."""
+        return self._prepacked is None or self._prepacked[0] != self._state(weights)
 
     def disable_prepack(self, keep: bool) -> None:
         """Stop using packed copies. `keep`: retain the copy for the next `prepack`, which reuses it
@@ -214,7 +242,7 @@ class ParameterModule(nn.Module):
         # what is written is what a DTensor holds, and not the DTensor
         return weights, *((p.data_ptr(), compute.version_of(p)) for p in map(local_view, own))
 
-    def _linear(self) -> Linear:
+    def plain_linear(self) -> Linear:
         """Return the local weight, bias, adapter, fp8 rounding and int8 scale, without packing."""
         mine = self.local_rows
         bias = None if self.bias is None else mine(self.bias)
@@ -226,6 +254,12 @@ class ParameterModule(nn.Module):
             adapter = Adapter(down, up, self.lora_scale, length, self.over_inputs)
         scale = None if self.weight_scale is None else mine(self.weight_scale)
         return Linear(mine(self.weight), bias, adapter, self.rounding, scale, cut=self.cut)
+
+
+def fuse(*modules: ParameterModule) -> None:
+    """Let linears that multiply the same input be packed as one matrix."""
+    for module in modules:
+        module.fused = modules
 
 
 class ColumnParallelLinear(ParameterModule):

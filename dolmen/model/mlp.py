@@ -48,7 +48,7 @@ from dolmen.model.component import (
     ModuleContext,
     RouterLosses,
 )
-from dolmen.model.layers import ColumnParallelLinear, ParameterModule, RowParallelLinear
+from dolmen.model.layers import ColumnParallelLinear, ParameterModule, RowParallelLinear, fuse
 from dolmen.model.spec import ParamSpecs, select_prefix
 from dolmen.model.spec.layers import Activation
 from dolmen.model.split import ModelSplit
@@ -70,6 +70,8 @@ class MLP(Branch):
         self.tp, self.act = setting.split.tp, activations[mlp.activation]
         self.gate = ColumnParallelLinear(select_prefix(leaves, "gate")) if mlp.gated else None
         self.up = ColumnParallelLinear(select_prefix(leaves, "up"))
+        if self.gate is not None:
+            fuse(self.gate, self.up)
         self.down = RowParallelLinear(select_prefix(leaves, "down"), self.tp)
 
     @property

@@ -26,6 +26,8 @@ from torch import Tensor
 
 from dolmen.core.device import to_device
 
+FEW = 64  # tokens: of more, what is copied costs more than calls of operators
+
 
 def inverse_frequencies(
     size: int,
@@ -182,6 +184,28 @@ def rotate(
     # rounded before they are put together, which the compiler does in memory
     turned = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)
     return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+
+
+def rotate_heads(
+    q: Float[Tensor, "batch length heads head_dim"],
+    k: Float[Tensor, "batch length kv_heads head_dim"],
+    cos: Float[Tensor, "*tokens 1 half"],
+    sin: Float[Tensor, "*tokens 1 half"],
+    interleaved: bool = False,
+    streams: int = 1,
+) -> tuple[
+    Float[Tensor, "batch length heads head_dim"], Float[Tensor, "batch length kv_heads head_dim"]
+]:
+    """Return q and k rotated, as by `rotate`. Those of a few tokens are rotated as one tensor, as
+    operators then cost their calls.
+    """
+    if torch.is_grad_enabled() or q.shape[1] > FEW:
+        return (
+            rotate(q, cos, sin, interleaved, streams),
+            rotate(k, cos, sin, interleaved, streams),
+        )
+    both = rotate(torch.cat((q, k), 2), cos, sin, interleaved, streams)
+    return both[:, :, : q.shape[2]], both[:, :, q.shape[2] :]
 
 
 @dataclass(frozen=True, eq=False)

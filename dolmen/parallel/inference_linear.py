@@ -2,9 +2,8 @@
 
 Weights are prepacked once, when an engine starts:
 
-    OneDnn    fp32 in oneDNN's packed format. F.linear of a few rows takes another library, which
-              reads 4 to 10 GB/s on one core (an EPYC), this 14 to 19. One row is fastest on a wide
-              weight stored transposed, row by row of W^T: 20 GB/s where F.linear has 10.
+    OneDnn                fp32 in oneDNN's packed format. F.linear of a few rows takes another
+                          library, which reads 4 to 10 GB/s on one core (an EPYC), this 14 to 27.
     IntegerLinear         each row of W [out, in] an int8 times a scale of its own, each row of x a
                           u8 times one (ops/int8.py). Sums of integers are exact: the bits of a row
                           of y depend neither on the other rows nor on how many there are.
@@ -12,7 +11,8 @@ Weights are prepacked once, when an engine starts:
                           rows, and integers cross tp, so the bits do not depend on tp either.
     Int8Rows              W as above, x in bf16: where a CPU or torch has no exact u8 x s8 product.
 
-All hold the weight with its adapter merged in.
+All hold the weight with its adapter merged in. Weights that share an input, such as q, k and v, are
+packed as one matrix (`prepack_together`), which is read once and called once.
 
 Multi-LoRA: each token of a forward uses one of several named adapters, or none (Punica, 2310.18547;
 S-LoRA, 2311.03285).
@@ -50,7 +50,6 @@ Weights = Literal["stated", "int8"]
 """How weights are held: in the dtype that is asked for, or as int8."""
 
 ROWS = 64  # what a weight is laid out for; as fast with 4 rows and with 256
-LEAST = 4  # rows: of fewer oneDNN takes another kernel, with which even one row takes longer
 EXACT = (1 << 24) // int8.LARGEST**2  # inputs: 1,040; fp32 holds every sum of as many, exactly
 PIECE = 32  # inputs; of rows of 72 or 200 the int8 product of torch 2.13 was wrong, or crashed
 WORTH = 1 << 14  # elements; of fewer what a product costs is its call
@@ -68,25 +67,18 @@ class LaidOut(Protocol):
 
 
 class OneDnn:
-    """Product with a weight in oneDNN's packed fp32 format; a single row multiplies W^T
-    directly.
+    """Product with a weight in oneDNN's packed fp32 format. A row has the same bits in a batch of
+    any size, except for a single row of 2,048 inputs or more (torch 2.13, an EPYC).
     """
 
     def __init__(self, weight: Float[Tensor, "out in"]):
-        own, wide = weight.detach(), weight.shape[0] > weight.shape[1]
-        self.weight = compute.prepack_weight(own, ROWS)
-        self.one = own.t().contiguous() if wide else own.t()
+        self.weight = compute.prepack_weight(weight.detach(), ROWS)
 
     def __call__(
         self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
     ) -> Float[Tensor, "tokens out"]:
-        """Return x W^T + b; 2 or 3 rows are repeated up to LEAST first."""
-        rows = len(x)
-        if rows == 1:
-            return x @ self.one if bias is None else torch.addmm(bias, x, self.one)
-        # the same rows again, in one operator of 2 us, where padding takes 7
-        x = x if rows >= LEAST else torch.cat([x] * -(-LEAST // rows))
-        return compute.prepacked_linear(x, self.weight, bias)[:rows]
+        """Return x W^T + b."""
+        return compute.prepacked_linear(x, self.weight, bias)
 
 
 def _add_bias(y: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -203,6 +195,37 @@ def prepack(weight: Tensor, kind: Weights, inputs: Axis = SINGLE.tp) -> LaidOut 
     large = weight.numel() >= WORTH and min(weight.shape) >= ROWS
     gains = large and weight.dtype == torch.float32 and compute.can_prepack()
     return OneDnn(weight) if gains else None
+
+
+@dataclass(frozen=True, eq=False)
+class FusedPart:
+    """The outputs of one weight in the packed product of several that share an input."""
+
+    product: LaidOut
+    sizes: tuple[int, ...]
+    """Outputs of each weight."""
+    index: int
+    """Index of this weight among them."""
+
+    def split(self, x: Float[Tensor, "tokens in"]) -> tuple[Float[Tensor, "tokens _"], ...]:
+        """Return the products of x with all the weights, without biases: views of one tensor."""
+        return self.product(x, None).split(self.sizes, 1)
+
+    def __call__(
+        self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
+    ) -> Float[Tensor, "tokens out"]:
+        """Return x W^T + b of this weight alone."""
+        y = self.split(x)[self.index]
+        return y if bias is None else y + bias
+
+
+def prepack_together(weights: Sequence[Tensor], kind: Weights) -> list[LaidOut | None]:
+    """Prepack matrices [out_i, in] of one input as one, in the format `kind`. Each None if there is
+    no gain: see `prepack`.
+    """
+    product = prepack(torch.cat(list(weights)), kind)
+    sizes = tuple(len(weight) for weight in weights)
+    return [None if product is None else FusedPart(product, sizes, i) for i in range(len(sizes))]
 
 
 @cache

@@ -46,7 +46,7 @@ from dolmen.ops import int8
 from dolmen.ops.exact import Exact
 from dolmen.ops.invariant import sum_tokens
 from dolmen.parallel.exact import LeafProduct
-from dolmen.parallel.inference_linear import LaidOut, MultiLora, SplitIntegerLinear
+from dolmen.parallel.inference_linear import FusedPart, LaidOut, MultiLora, SplitIntegerLinear
 from dolmen.parallel.quantized_product import Int8Product, Product, ProductAxes, Rounding
 
 
@@ -468,8 +468,7 @@ def _multiply_linears(
     """
     if any(one.laid_out is not None or one.several is not None for one in linears):
         # inference: nothing is kept for a backward, so x enters by a bare all-gather
-        whole = tp.gather_input(x) if enters else x
-        return tuple(_infer_linear(whole, one, tp) for one in linears)
+        return _infer_linears(tp.gather_input(x) if enters else x, linears, tp)
     weights = [one.weight for one in linears]
     # of DoRA the gain comes before the bias
     gains = [
@@ -501,17 +500,32 @@ def _apply_gain(y: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias
 
 
-def _infer_linear(x: Tensor, one: Linear, tp: TensorParallel) -> Tensor:
-    """Return x W^T + b for inference, by the prepacked weight where there is one, plus what each
-    token's adapter adds (multi-LoRA). x has entered.
+def _infer_linears(x: Tensor, linears: Sequence[Linear], tp: TensorParallel) -> tuple[Tensor, ...]:
+    """Return x W_i^T + b_i for inference, by prepacked weights where there are any, plus what each
+    token's adapter adds (multi-LoRA). x has entered. Weights packed as one are multiplied once.
     """
-    if one.several is not None:
-        # an adapter may turn rows of outputs (DoRA), and leaves the bias as it is
-        y = one.several.add_to(_infer_linear(x, one._replace(bias=None, several=None), tp), x)
-        return y if one.bias is None else y.add_(one.bias)
+    ys: list[Tensor] = []
+    fused, parts = None, ()
+    for linear in linears:
+        laid_out = linear.laid_out
+        if isinstance(laid_out, FusedPart):
+            if laid_out.product is not fused:
+                fused, parts = laid_out.product, laid_out.split(x)
+            y, bias = parts[laid_out.index], linear.bias
+        else:
+            # an adapter may turn rows of outputs (DoRA), and leaves the bias as it is
+            bias = None if linear.several is None else linear.bias
+            y = _infer_linear(x, linear if bias is None else linear._replace(bias=None), tp)
+        y = y if linear.several is None else linear.several.add_to(y, x)
+        ys.append(y if bias is None else y.add_(bias))
+    return tuple(ys)
+
+
+def _infer_linear(x: Tensor, one: Linear, tp: TensorParallel) -> Tensor:
+    """Return x W^T + b of one weight without multi-LoRA, by its prepacked form if it has one."""
     if one.laid_out is not None:
         return one.laid_out(x, one.bias)
-    return _multiply_linears(x, [one], tp, enters=False)[0]
+    return _multiply_linears(x, [one._replace(several=None)], tp, enters=False)[0]
 
 
 # A compiled block ends before products of eight bits and begins again behind them: what delayed

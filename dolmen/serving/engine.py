@@ -213,7 +213,7 @@ class Engine:
         # vocabularies are often padded (to a multiple of 64 or tp): those rows have no text
         self._never = sorted(set(range(spec.vocab_size)) - set(known)) if known else []
         self._numbers, self._within = itertools.count(), ExitStack()
-        self._warned = False
+        self._warned, self._by_length = False, spec.by_length
 
     def __enter__(self) -> "Engine":
         """Set the model up for inference: no gradients, no compilation, prepacked weights, and the
@@ -358,7 +358,7 @@ class Engine:
         if reason is not None:
             # its pages are free for the next step
             step.finished.append(self._scheduler.remove(key).finish(sample, reason))
-        elif self.model.spec.needs_reprefill(group.length, len(group.tokens)):
+        elif self._by_length and self.model.spec.needs_reprefill(group.length, len(group.tokens)):
             # rope scaling changes with the length: cached keys have other angles
             self._scheduler.free(key, group)
             group.length = len(group.tokens)

@@ -166,19 +166,21 @@ def sample_tokens(
     Returns the columns TOKEN, CLOSE, FINITE and log-probabilities of `top` tokens. Draws with equal
     sampling options are sampled in one call. `never`: token ids that are not sampled.
     """
-    size = (len(draws), LOGPROBS + 1 + 2 * top)
-    out = torch.zeros(size, dtype=torch.float64, device=logits.device)
-    # a server's requests mostly have the same options: usually one call
-    # per step
     by_params: dict[tuple[SamplingParams, LogProbabilities | None], list[int]] = {}
     for i, (_, group, _) in enumerate(draws):
         by_params.setdefault((group.request.params, group.request.logprobs), []).append(i)
-    for (params, kind), places in by_params.items():
-        some = [draws[i] for i in places]
+    places, parts = [], []
+    for (params, kind), own in by_params.items():
+        some = [draws[i] for i in own]
         raw = _rows(logits, [index for index, _, _ in some])
         rows = [(group, number) for _, group, number in some]
-        at = to_device(torch.tensor(places), out.device)
-        out[at] = _sample_group(rows, raw, params, kind, never, tp, top)
+        places += own
+        parts.append(_sample_group(rows, raw, params, kind, never, tp, top))
+    if len(parts) == 1:  # a server's requests mostly have the same options
+        return parts[0]
+    out = logits.new_empty((len(draws), LOGPROBS + 1 + 2 * top), dtype=torch.float64)
+    if parts:
+        out[to_device(torch.tensor(places), out.device)] = torch.cat(parts)
     return out
 
 
@@ -212,13 +214,15 @@ def _sample_group(
     sequences = [group.tokens for group, _ in draws]
     prompts = [len(group.request.tokens) for group, _ in draws]
     logits = sampling.apply_penalties(logits, sequences, params, prompts)
-    # a uniform per token that follows from the request alone: preemption and batching change
-    # nothing
-    uniforms = [
-        sampling.uniform(group.request.seed, group.request.id, number, len(group.new_tokens))
-        for group, number in draws
-    ]
-    uniform = to_device(torch.tensor(uniforms, dtype=torch.float64), raw.device)
+    uniform = None
+    if params.temperature:
+        # a uniform per token that follows from the request alone: preemption and batching change
+        # nothing
+        uniforms = [
+            sampling.uniform(group.request.seed, group.request.id, number, len(group.new_tokens))
+            for group, number in draws
+        ]
+        uniform = to_device(torch.tensor(uniforms, dtype=torch.float64), raw.device)
     tokens, close, processed = sampling.select_tokens(logits, uniform, params)
     # all ranks have the same logits, but sums on a GPU may differ in the last bit from run to run:
     # agree on one token

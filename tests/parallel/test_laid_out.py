@@ -2,6 +2,8 @@
 that the model has.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_models import Flat, build, initialize, load, tiny
@@ -12,8 +14,8 @@ from dolmen.model.build import load_inference_weights, place
 from dolmen.model.layers import ParameterModule
 from dolmen.model.spec.param import ParamSpec
 from dolmen.ops import int8
-from dolmen.parallel import inference_linear
-from dolmen.parallel.tensor import Linear
+from dolmen.parallel import inference_linear, tensor
+from dolmen.parallel.tensor import Linear, TensorParallel
 from dolmen.serving.engine import Engine, generate
 from dolmen.serving.request import Request, SamplingParams
 
@@ -132,6 +134,63 @@ def test_an_engine_writes_what_the_weights_say(model):
         assert not any(multiplies(model))
 
 
+@pytest.mark.parametrize("kind", ["stated", "int8"])
+def test_weights_of_one_input_are_multiplied_as_one(kind):
+    """Each has the outputs, the bias and the bits of its own; a weight that is absent has none."""
+    chance = torch.Generator().manual_seed(0)
+    weights = [torch.randn(n, 256, generator=chance) for n in (128, 64, 72)]
+    biases = [torch.randn(128, generator=chance), None, torch.randn(72, generator=chance)]
+    packed = inference_linear.prepack_together(weights, kind)
+    x, own = torch.randn(5, 256, generator=chance), TensorParallel(SINGLE.tp)
+    linears = [
+        Linear(w, b, laid_out=one) for w, b, one in zip(weights, biases, packed, strict=True)
+    ]
+    with torch.no_grad():
+        together = tensor.columns(x, linears, own)
+        for y, w, b, one in zip(together, weights, biases, packed, strict=True):
+            alone = inference_linear.prepack(w, kind)(x, b)
+            torch.testing.assert_close(y, alone, rtol=1e-5, atol=1e-4)
+            assert torch.equal(one(x, b), y)
+            assert kind == "stated" or torch.equal(y, alone)
+        calls: list[int] = []
+        shared = counting(packed[0].product, calls)
+        tensor.columns(
+            x,
+            [one._replace(laid_out=replace(one.laid_out, product=shared)) for one in linears],
+            own,
+        )
+    assert len(calls) == 1
+
+
+def counting(product, calls: list):
+    """The product, and a note of each call of it."""
+
+    def multiply(x, bias):
+        calls.append(len(x))
+        return product(x, bias)
+
+    return multiply
+
+
+def test_a_weight_that_has_changed_is_packed_again_with_its_neighbours(model):
+    attention = model.layers["0"].attn
+    parts = [attention.q, attention.k, attention.v]
+
+    def packed():
+        with torch.no_grad():
+            model.prepack("stated")
+            found = [part.linear().laid_out for part in parts]
+            model.disable_prepack(keep=True)
+        assert len({id(one.product) for one in found}) == 1
+        return found[0].product
+
+    first = packed()
+    assert packed() is first
+    with torch.no_grad():
+        attention.k.weight.mul_(2)
+    assert packed() is not first
+
+
 def test_weights_that_have_changed_are_laid_out_again(model):
     before = generate(model, PROMPTS, 8)
     with torch.no_grad():
@@ -213,8 +272,11 @@ def resident(model) -> int:
     for part in model.modules():
         if isinstance(part, ParameterModule) and part._freed is not None:
             product = part._freed[1].laid_out
-            assert isinstance(product, inference_linear.IntegerLinear)
-            held += [product.weight, product.scale, product.zeros]
+            if isinstance(product, inference_linear.FusedPart):
+                product = product.product if product.index == 0 else None
+            if product is not None:  # the others are in the first's
+                assert isinstance(product, inference_linear.IntegerLinear)
+                held += [product.weight, product.scale, product.zeros]
     return sum(t.numel() * t.element_size() for t in held)
 
 
@@ -232,7 +294,9 @@ def opened_alone(model, seen=None):
 
 
 def test_of_a_model_that_is_int8_alone_the_weights_are_gone(model):
-    """One matrix at a time is there as it was, and what is computed is the same to the bit."""
+    """The matrices of one input are there as they were, and no others; what is computed is the
+    same to the bit.
+    """
     most = 0
 
     def seen(placed) -> None:
@@ -241,8 +305,10 @@ def test_of_a_model_that_is_int8_alone_the_weights_are_gone(model):
         most = max(most, sum(whole))
 
     opened = opened_alone(model, seen)
-    embedding, widest = model.embed.weight.numel(), 192 * 128
-    assert most <= embedding + widest
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    # keys and values wait for the queries
+    waiting = 2 * sizes["layers.0.attn.k.weight"]
+    assert most <= sizes["embed.weight"] + waiting
     matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2 and n != "embed.weight"}
     others = sum(p.numel() for n, p in model.named_parameters() if n not in matrices)
     rows = sum(p.shape[0] for p in matrices.values())

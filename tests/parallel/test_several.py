@@ -10,6 +10,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.parallel import inference_linear, tensor
 from dolmen.parallel.inference_linear import (
     AdapterAssignment,
+    FusedPart,
     Int8Rows,
     IntegerLinear,
     MultiLora,
@@ -48,16 +49,19 @@ def by_formula(product: torch.Tensor, bias: torch.Tensor, x: torch.Tensor) -> to
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("kind", [None, OneDnn, Int8Rows, IntegerLinear])
+@pytest.mark.parametrize("kind", [None, OneDnn, Int8Rows, IntegerLinear, FusedPart])
 def test_each_token_has_its_own(kind):
     """Beside a weight as it lies, laid out, and in eight bits, whose own rounding is left as is."""
     weight, bias, x = drawn(OUT, IN, seed=6), drawn(OUT, seed=7), drawn(sum(COUNTS), IN, seed=8)
-    laid = None if kind is None else kind(weight)
+    if kind is FusedPart:
+        laid, other = inference_linear.prepack_together([weight, weight], "stated")
+    else:
+        laid = other = None if kind is None else kind(weight)
     with torch.no_grad():
         product = F.linear(x, weight) if laid is None else laid(x, None)
         turn = AdapterAssignment(inference_linear.segments(NAMES, COUNTS, CPU))
         one = Linear(weight, bias, laid_out=laid, several=MultiLora(PAIRS, turn))
-        got, plain = tensor.columns(x, [one, Linear(weight, bias, laid_out=laid)], TP)
+        got, plain = tensor.columns(x, [one, Linear(weight, bias, laid_out=other)], TP)
         (part,) = tensor.products(x, [one], TP)
     torch.testing.assert_close(got.double(), by_formula(product, bias, x), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(part, got)

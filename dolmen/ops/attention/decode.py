@@ -107,7 +107,9 @@ def _one_sequence(
         pool[text.pages].transpose(0, 1).flatten(1, 2)[:, first : text.length] for pool in (k, v)
     )
     products = torch.bmm(q.view(len(keys), -1, q.shape[2]), keys.transpose(1, 2))
-    back = torch.arange(keys.shape[1] - 1, -1, -1, device=q.device)
+    back = None
+    if attend.slopes is not None:
+        back = torch.arange(keys.shape[1] - 1, -1, -1, device=q.device)
     scores = _unmasked_scores(products, scale, attend, back)
     if attend.sinks is not None:
         sinks = attend.sinks.to(scores.dtype).view(*scores.shape[:2], 1)
@@ -154,18 +156,18 @@ def _unmasked_scores(
     products: Float[Tensor, "*entries kv_heads group keys"],
     scale: float,
     attend: Attend,
-    back: Int64[Tensor, "*_ keys"],
+    back: Int64[Tensor, "*_ keys"] | None,
 ) -> Float[Tensor, "*entries kv_heads group keys"]:
-    """Return scores (scaled, soft-capped, with ALiBi) of keys `back` tokens before the query,
-    unmasked.
+    """Return scores (scaled, soft-capped, with ALiBi) of keys `back` tokens before the query (None:
+    without ALiBi), unmasked. Overwrites `products`.
     """
     kv_heads, group = products.shape[-3:-1]
     wide = products if products.dtype == torch.float64 else products.float()
-    scores = wide * scale
+    scores = wide.mul_(scale)
     if attend.soft_cap is not None:
         scores = (scores / attend.soft_cap).tanh_().mul_(attend.soft_cap)
     slopes = attend.slopes_of(kv_heads * group)
-    if slopes is not None:
+    if slopes is not None and back is not None:
         each = device.to_device(torch.tensor(slopes, dtype=scores.dtype), scores.device)
         # ALiBi: score - slope * distance
         far = back.to(scores.dtype)
