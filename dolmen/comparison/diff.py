@@ -194,9 +194,9 @@ def diff(config: DiffConfig) -> DiffReport:
         raise BadInput(
             "dolmen diff starts the processes of both sides itself: run it without torchrun or srun"
         )
+    with as_bad_input():
+        config = replace(config, first=_pin_side(config.first), second=_pin_side(config.second))
     both = open_sides(config)
-    # after opening: a bad name is reported before a checkpoint is chosen
-    config = replace(config, first=_pin_side(config.first), second=_pin_side(config.second))
     sides = [
         Side(_record_side(one, both, config), one.source.spec, both.length)
         for one in (both.a, both.b)

@@ -30,6 +30,11 @@ class Inputs(NamedTuple):
     tokenizer: tokenizers.PreTrainedTokenizer
     end_of_text: int
 
+    @property
+    def every_source(self) -> tuple[DataSource, ...]:
+        """The sources of training and of validation."""
+        return (*self.sources, *([self.validation] if self.validation else []))
+
 
 def check_inputs(
     config: DataConfig,

@@ -23,6 +23,7 @@ from dolmen.data import loader as data_loader
 from dolmen.data.base_loader import Loader
 from dolmen.data.config import DataConfig
 from dolmen.data.inputs import Inputs
+from dolmen.data.sources import DataSource
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.families import Model, with_lm_head, with_scalar_head
 from dolmen.model.spec import ScalarHeadSpec
@@ -188,6 +189,12 @@ class Data:
     inputs: Inputs
     pretraining: Inputs | None = None
     """The text of the pretraining loss that PPO may add (PPO-ptx)."""
+
+    @property
+    def sources(self) -> list[DataSource]:
+        """All data sources, of training, validation and pretraining."""
+        opened = [self.inputs, *([self.pretraining] if self.pretraining else [])]
+        return [one for inputs in opened for one in inputs.every_source]
 
 
 def open_data(resolved: ResolvedRun, progress: bool, verify: bool) -> Data:

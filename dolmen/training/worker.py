@@ -144,7 +144,7 @@ def prepare(
         if starts:
             devices.require_gpus(config.train.device, config.layout.world, DEVICE)
             if handling.overwrite:
-                check_overwrite(config, out, request.source)
+                check_overwrite(config, out, request.source, data.sources)
             if handling.resume:
                 check_resume(config, out)
             try_functions(config)

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from dolmen import families
 from dolmen.cli.runs import parse_run
 from dolmen.core.config import to_dict
 from dolmen.data.config import DataConfig
+from dolmen.data.inputs import Inputs
+from dolmen.data.sources import DataSource, resolve_sources
 from dolmen.evaluation.config import DuringConfig
 from dolmen.families import edit
 from dolmen.model import count
@@ -31,7 +34,7 @@ from dolmen.training.checks.folder import check_overwrite, check_same_model, che
 from dolmen.training.checks.run import check_exportable, validate_computation
 from dolmen.training.config import FinishConfig, RunConfig, TrainConfig
 from dolmen.training.request import write_config
-from dolmen.training.resolve import resolve, resolve_model
+from dolmen.training.resolve import Data, resolve, resolve_model
 from dolmen.training.start import changes_since
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -237,9 +240,18 @@ def test_what_a_run_reads_is_not_overwritten(option, material, tmp_path):
         run = replace(RunConfig(), **READ[option](str(read)))
         return replace(run, data=replace(run.data, path=(str(material.docs),)))
 
-    check_overwrite(asked(material.docs), tmp_path / "other", None)
+    def opened(paths: Sequence[str], validation: str | None = None) -> Inputs:
+        held = None if validation is None else resolve_sources([validation])[0]
+        return Inputs(resolve_sources(paths), held, None, 0)
+
+    def read(run: RunConfig) -> list[DataSource]:
+        text = opened(run.ppo.pretraining_path) if run.ppo.pretraining_path else None
+        return Data(opened(run.data.path, run.data.validation), text).sources
+
+    other, run = asked(material.docs), asked(tmp_path / "link")
+    check_overwrite(other, tmp_path / "other", None, read(other))
     with pytest.raises(ValueError, match=f"--overwrite would delete {out}/hf"):
-        check_overwrite(asked(tmp_path / "link"), out, None)
+        check_overwrite(run, out, None, read(run))
 
 
 def test_half_precision_inside_float64_is_refused(material):

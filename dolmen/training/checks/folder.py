@@ -2,6 +2,7 @@
 checkpoint can be resumed. The process that starts the run checks them before anything is written.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from dolmen.checkpoint.store import Checkpoints
 from dolmen.core.config import changed_options
 from dolmen.core.filesystem import expand
 from dolmen.core.mesh import SINGLE
-from dolmen.data import sources
+from dolmen.data.sources import DataSource
 from dolmen.families import Model, training_fields
 from dolmen.model.spec import LoraSpec, ScalarHeadSpec
 from dolmen.model.training import Training
@@ -22,13 +23,15 @@ from dolmen.training import folder, metrics
 from dolmen.training.config import RunConfig
 
 
-def check_overwrite(run: RunConfig, out: Path, source: str | None) -> None:
+def check_overwrite(
+    run: RunConfig, out: Path, source: str | None, data: Sequence[DataSource]
+) -> None:
     """Raise ValueError where --overwrite would delete a file that the run reads, or one that dolmen
     did not write. `source` is the recipe or YAML file of the run; it may be the config.yaml in
-    `out`, which is written again.
+    `out`, which is written again. `data`: all data sources of the run.
     """
     base = out.resolve()
-    for path in _read_by(run, source):
+    for path in _read_by(run, source, data):
         if path.exists() and path.is_relative_to(base) and path != base / "config.yaml":
             raise ValueError(
                 f"--overwrite would delete {path}, which this run reads: give another --out"
@@ -37,19 +40,14 @@ def check_overwrite(run: RunConfig, out: Path, source: str | None) -> None:
         folder.require_own_files(out)
 
 
-def _read_by(run: RunConfig, source: str | None) -> set[Path]:
+def _read_by(run: RunConfig, source: str | None, data: Sequence[DataSource]) -> set[Path]:
     """Return the local files and folders that the run reads, with links resolved."""
     models = (run.init, run.critic.init, run.objective.reference)
     rewards = [name for _, name in parse_rewards(run.reward) if is_reward_model(name)]
-    data = (run.data.tokenizer, run.data.template, str(run.data.cache_folder))
+    tokenizer = (run.data.tokenizer, run.data.template, str(run.data.cache_folder))
     evaluation = (run.evaluate.samples, run.evaluate.tasks_path)
-    named_paths = (*models, *rewards, *data, *evaluation, run.layout.schedule, source)
-    entries = sources.resolve_sources(run.data.path)
-    if run.ppo.pretraining_path:
-        entries += sources.resolve_sources(run.ppo.pretraining_path, "--ppo.pretraining-path")
-    if run.data.validation is not None:
-        entries += sources.resolve_sources([run.data.validation], "--data.validation")
-    files = [file for entry in entries for file in entry.paths]
+    named_paths = (*models, *rewards, *tokenizer, *evaluation, run.layout.schedule, source)
+    files = [file for one in data for file in one.paths]
     return {expand(name).resolve() for name in (*named_paths, *files) if name is not None}
 
 
