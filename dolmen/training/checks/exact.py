@@ -77,9 +77,11 @@ def _check_options(config: RunConfig) -> None:
         value = reduce(getattr, path.split("."), config)
         if value not in allowed:
             option = path.replace("_", "-")
+            section, _, name = option.rpartition(".")
+            switch = f"{section}.no-{name}" if value is True else f"{option} {allowed[0]}"
             raise ValueError(
                 f"{option} is {value}, and train.numerics exact covers "
-                f"{' or '.join(map(str, allowed))} alone: leave {option} there, {FAST}"
+                f"{' or '.join(map(str, allowed))} alone: set --{switch}, {FAST}"
             )
     if config.layout.world > 1 and config.layout.reduction != "fixed":
         raise ValueError(
