@@ -15,8 +15,8 @@ splits a sum decides who adds which subtree, and what crosses ranks is added in 
     gradient norm        the same, on a grid that follows from the largest number
 
 So microbatches and the sequences of a dp rank are powers of two in number: else a rank would hold
-no whole subtree. Since (a + b) g is not a g + b g when rounded, backward multiplies the loss by a
-power of two, and the rest of its factor joins when gradients are complete (training/step.py).
+no whole subtree. Since (a + b) / count is not a / count + b / count when rounded, gradients are
+divided by the count of tokens when they are complete (training/step.py).
 """
 
 from collections.abc import Container, Iterable, Sequence
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Float, Float64, Int32
+from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from dolmen.core import collectives, state
@@ -201,7 +201,8 @@ def exact_sum(x: Float64[Tensor, " n"], mesh: Mesh) -> Float64[Tensor, ""]:
     largest = collectives.reduce_scalar(x.amax(), mesh.world, "max")
     # a power of two above the largest; 1 for zeros and for what is not finite
     _, exponent = torch.frexp(torch.where(largest.isfinite(), largest, 0.0))
-    unit = _power_of_two(exponent - BITS)
+    # in fp64: of an integer torch takes the power in fp32
+    unit = torch.ldexp(torch.ones_like(largest), exponent.double() - BITS)
     high = (x / unit).round()
     low = ((x / unit - high) * 2.0**BITS).round()
     sums = collectives.reduce_scalar(torch.stack((high.sum(), low.sum())), mesh.world)
@@ -215,18 +216,3 @@ GRID = 2.0**26
 def round_losses(losses: Float[Tensor, " tokens"]) -> Float64[Tensor, " tokens"]:
     """Return losses in fp64 on a grid of 2^-26, on which additions are exact."""
     return (losses.double() * GRID).round() / GRID
-
-
-def split_factor(factor: Float64[Tensor, ""]) -> tuple[Float64[Tensor, ""], Float64[Tensor, ""]]:
-    """Return a power of two, and what it has to be multiplied by to be the positive `factor`.
-    Multiplying by the first rounds nothing, so backward may do it before or after any sum.
-    """
-    mantissa, exponent = torch.frexp(factor)
-    return _power_of_two(exponent), mantissa
-
-
-def _power_of_two(exponent: Int32[Tensor, ""]) -> Float64[Tensor, ""]:
-    """Return 2^exponent."""
-    # in fp64: of integers torch takes powers in fp32
-    wide = exponent.double()
-    return torch.ldexp(torch.ones_like(wide), wide)

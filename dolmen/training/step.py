@@ -217,9 +217,9 @@ def _reduce_over_world(
 
 def _reduce_gradients(state: TrainState, mesh: Mesh, counts: Tensor) -> tuple[list[Any], Tensor]:
     """Complete the gradients, in place: sum those of a tied weight over its two stages, mask those
-    of frozen rows, and multiply by what backward has left of the factor of the loss. Return the
-    trained parameters, and the global L2 norm [] without the loss scale. `counts`: divisors of the
-    terms of the loss.
+    of frozen rows, and with exact numerics divide them by the count of the loss. Return the trained
+    parameters, and the global L2 norm [] without the loss scale. `counts`: divisors of the terms of
+    the loss.
     """
     parameters = [p for p in state.model.parameters() if p.requires_grad]
     tied = state.model.tied_across_ranks
@@ -230,8 +230,8 @@ def _reduce_gradients(state: TrainState, mesh: Mesh, counts: Tensor) -> tuple[li
     with profiling.record_range("optimizer", "norm"):
         leaves = state.model.split.kernels.exact
         if leaves is not None:
-            _, rest = exact.split_factor(counts.reciprocal().squeeze())
-            data.scale_gradients(parameters, rest)
+            (count,) = counts
+            data.scale_gradients(parameters, count.reciprocal())
             return parameters, exact.gradient_norm(parameters, mesh, leaves)
         squares = state.model.split.kernels.squares
         # the tied weight is on two stages: its gradient counts once in the norm
@@ -337,7 +337,7 @@ def forward_backward(
     factor = scale * term.weight / count
     leaves = model.split.kernels.exact
     if leaves is not None:
-        factor, _ = exact.split_factor(count.reciprocal())
+        factor = torch.ones_like(count)  # joins complete gradients: a sum would be rounded twice
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
         """Run one stage's forward of a microbatch from its input `x` (None: tokens); return

@@ -218,7 +218,8 @@ def last_first(parts):
     return reduction.tree_sum(parts.roll(1, 0))
 
 
-ADAMW = optimizer._adamw
+ADAMW, ADD = optimizer._adamw, Tree.add
+BOTH = ("a factor rounded before sums",)  # one process, too, and in it as often
 # a row, and what is damaged there: the row is to differ in a bit
 DAMAGES = {
     "sequences swapped": ("zero1 acc4", Tree, "add", swapped(Tree.add)),
@@ -249,11 +250,11 @@ DAMAGES = {
         "sum_blocks",
         lambda x, block: x.sum(-1),
     ),
-    "the factor of the loss rounded before sums": (
+    "a factor rounded before sums": (
         "zero1 acc4",
-        exact,
-        "split_factor",
-        lambda factor: (factor, torch.ones_like(factor)),
+        Tree,
+        "add",
+        lambda tree, index, leaf: ADD(tree, index, leaf * 0.3),
     ),
     "the fused AdamW": (
         "dp4 zero1 fixed",
@@ -272,11 +273,12 @@ SHORT_DAMAGES = ("sequences swapped", "ranks swapped", "torch's SiLU")
 
 
 def compare_damaged(name: str) -> list[str]:
-    """The first step with one damage, against one process without."""
+    """The first step with one damage, against one process without, or with it (BOTH)."""
     words, owner, attribute, value = DAMAGES[name]
     layout, want = Layout.of(words), alone(EXACT, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, attribute, value)
+        want = run(SINGLE, Layout(), steps=1) if name in BOTH else want
         mesh = layout.mesh(torch.device("cpu"))
         return differences(run(mesh, layout, steps=1), want)
 

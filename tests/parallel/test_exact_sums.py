@@ -60,10 +60,3 @@ def test_losses_are_added_in_any_order():
     assert rounded.sum().item() == math.fsum(rounded.tolist())
     # in fp32 sums have other bits
     assert len({part.sum().item() for part in orders(losses)}) > 1
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 711, 4096, 999_999_999_999])
-def test_a_factor_is_a_power_of_two_and_the_rest(count):
-    power, rest = exact.split_factor(1 / torch.tensor(count, dtype=torch.float64))
-    assert math.frexp(power.item())[0] == 0.5 and 0.5 <= rest.item() < 1
-    assert power.item() * rest.item() == 1 / count
