@@ -12,7 +12,6 @@ from dolmen.families.family import BESIDE as SPECIAL
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.model.spec import (
-    AttentionSpec,
     BlockSpec,
     EmbeddingSpec,
     HeadTransformSpec,
@@ -88,23 +87,14 @@ def read_encoder(
             "tie_word_embeddings is False: only models whose head is tied to the embedding are "
             "supported"
         )
-    heads, norm = config["num_attention_heads"], common.layer_norm(config, EPS)
+    norm = common.layer_norm(config, EPS)
     act, longest = activation(config, "hidden_act"), config["max_position_embeddings"] - offset
     if longest < 1:
         raise ValueError(
             f"max_position_embeddings ({longest + offset}) leaves no positions after the first "
             f"{offset} unused rows: use a larger --model.max-position-embeddings"
         )
-    mixer = AttentionSpec(
-        heads,
-        heads,
-        common.head_size(config, FIELDS),
-        q_bias=True,
-        k_bias=True,
-        v_bias=True,
-        o_bias=True,
-        mask="both",
-    )
+    mixer = common.biased_attention(config, FIELDS, mask="both")
     mlp = MLPSpec(config["intermediate_size"], False, act, True)
     # x = norm(x + branch(x))
     block = BlockSpec(mixer, mlp, norm, SequentialResidual("post"))

@@ -13,7 +13,6 @@ from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.model.spec import (
     AlibiSpec,
-    AttentionSpec,
     BlockSpec,
     EmbeddingSpec,
     MLPSpec,
@@ -49,17 +48,8 @@ NORMED = SequentialResidual(residual="normed")
 
 def read(config: dict[str, Any]) -> ModelSpec:
     """Return the spec of a BLOOM config.json: ALiBi, a norm of the embedding, biases everywhere."""
-    heads, norm = config["n_head"], common.layer_norm(config)
-    mixer = AttentionSpec(
-        heads,
-        heads,
-        common.head_size(config, FIELDS),
-        q_bias=True,
-        k_bias=True,
-        v_bias=True,
-        o_bias=True,
-        positions=AlibiSpec(),
-    )
+    norm = common.layer_norm(config)
+    mixer = common.biased_attention(config, FIELDS, positions=AlibiSpec())
     mlp = MLPSpec(4 * config["hidden_size"], gated=False, activation="gelu_tanh", bias=True)
     embedding = EmbeddingSpec(config["vocab_size"], norm=norm)
     normed = config["apply_residual_connection_post_layernorm"]

@@ -80,6 +80,19 @@ def head_size(config: dict[str, Any], fields: Sequence[Field], instead: str = ""
     return width // number
 
 
+def biased_attention(
+    config: dict[str, Any], fields: Sequence[Field], bias: bool = True, **more: Any
+) -> AttentionSpec:
+    """Return the attention spec of the heads that the family's `fields` state, as many for keys and
+    values as for queries. `bias`: q, k, v and the output projection have biases. `more`: other
+    fields of AttentionSpec. Raises ValueError as `head_size`.
+    """
+    heads = config[names(fields)["num_attention_heads"]]
+    biases = dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), bias)
+    each: dict[str, Any] = {"heads": heads, "kv_heads": heads, **biases, **more}
+    return AttentionSpec(head_size=head_size(config, fields), **each)
+
+
 def plain_mlp(config: dict[str, Any], fields: Sequence[Field], bias: bool = True) -> MLPSpec:
     """Return the spec of an ungated feed-forward layer, by the family's `fields`. An intermediate
     size of None is 4 times the hidden size; `bias`: both projections have biases.

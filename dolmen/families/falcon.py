@@ -155,16 +155,8 @@ def read(config: dict[str, Any]) -> ModelSpec:
             f"{plural(heads, 'query head')}: dolmen computes it with as many; set "
             "--model.no-multi-query"
         )
-    mixer = AttentionSpec(
-        heads,
-        kv_heads,
-        size,
-        q_bias=bias,
-        k_bias=bias,
-        v_bias=bias,
-        o_bias=bias,
-        positions=FalconAlibiSpec() if config["alibi"] else rope.read(config, size),
-    )
+    positions = FalconAlibiSpec() if config["alibi"] else rope.read(config, size)
+    mixer = common.biased_attention(config, FIELDS, bias, kv_heads=kv_heads, positions=positions)
     block = BlockSpec(
         mixer,
         common.plain_mlp(config, FIELDS, bias),

@@ -123,18 +123,7 @@ def attention(
     """Return the attention spec of the older GLMs: biases on all projections, a prefix mask, one
     key-value head per query head, and rope `positions` (None: position tables).
     """
-    heads, size = config["num_attention_heads"], common.head_size(config, fields)
-    return AttentionSpec(
-        heads,
-        heads,
-        size,
-        q_bias=True,
-        k_bias=True,
-        v_bias=True,
-        o_bias=True,
-        positions=positions,
-        mask="prefix",
-    )
+    return common.biased_attention(config, fields, positions=positions, mask="prefix")
 
 
 def glm_like_rules(
@@ -246,10 +235,17 @@ def write_glm_10b(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a GLM-10B config.json for a spec. Raises ValueError for a spec without
     blanks.
     """
+    return write_blanks(spec, GLM_10B_FIELDS)
+
+
+def write_blanks(spec: ModelSpec, fields: tuple[Field, ...]) -> dict[str, Any]:
+    """Return the fields of an older GLM, except its mlp's, for a spec, special tokens included.
+    Raises ValueError for a spec without blanks.
+    """
     blanks = expect(spec.blanks, BlankInfilling, "blanks")
     ids = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}
     return {
-        **common.write(spec, GLM_10B_FIELDS),
+        **common.write(spec, fields),
         "num_attention_heads": common.attention(spec).heads,
         **special_tokens.special_tokens_field(ids),
     }
@@ -386,14 +382,8 @@ def write_glm_130b(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a GLM-130B config.json for a spec. Raises ValueError for a spec without
     blanks.
     """
-    blanks = expect(spec.blanks, BlankInfilling, "blanks")
-    ids = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}
-    return {
-        **common.write(spec, GLM_130B_FIELDS),
-        "num_attention_heads": common.attention(spec).heads,
-        "inner_hidden_size": common.mlp(spec).size,
-        **special_tokens.special_tokens_field(ids),
-    }
+    width = {"inner_hidden_size": common.mlp(spec).size}
+    return {**write_blanks(spec, GLM_130B_FIELDS), **width}
 
 
 def glm_130b_rules(spec: ModelSpec) -> list[Rule]:

@@ -8,7 +8,7 @@ from dolmen.families import common
 from dolmen.families.family import ACTIVATION, BESIDE, Family, Field
 from dolmen.families.rules import Rename, Rule, Split, Transpose
 from dolmen.files import kinds
-from dolmen.model.spec import AttentionSpec, BlockSpec, EmbeddingSpec, ModelSpec, PositionTable
+from dolmen.model.spec import BlockSpec, EmbeddingSpec, ModelSpec, PositionTable
 
 # What GPT-2 and its descendants share: the fields of config.json, a plain mlp, and the names of the
 # weights outside the layers' matrices.
@@ -93,8 +93,7 @@ def gpt2_like_rules(layer: Sequence[Rule], first: str = "attn_norm") -> list[Rul
 
 def read_gpt2(config: dict[str, Any]) -> ModelSpec:
     """Return the spec of a GPT-2 config.json."""
-    heads, size = config["n_head"], common.head_size(config, GPT2_LIKE_FIELDS)
-    mixer = AttentionSpec(heads, heads, size, q_bias=True, k_bias=True, v_bias=True, o_bias=True)
+    mixer = common.biased_attention(config, GPT2_LIKE_FIELDS)
     block = BlockSpec(mixer, common.plain_mlp(config, GPT2_LIKE_FIELDS), common.layer_norm(config))
     embedding = EmbeddingSpec(config["vocab_size"], positions=PositionTable(config["n_positions"]))
     return common.make_spec(config, GPT2_LIKE_FIELDS, [block] * config["n_layer"], embedding)
@@ -151,16 +150,8 @@ def read_gpt_bigcode(config: dict[str, Any]) -> ModelSpec:
     """Return the spec of a StarCoder config.json: GPT-2 with one key-value head (multi_query) or
     one per query head.
     """
-    heads, size = config["n_head"], common.head_size(config, GPT_BIGCODE_FIELDS)
-    mixer = AttentionSpec(
-        heads,
-        1 if config["multi_query"] else heads,
-        size,
-        q_bias=True,
-        k_bias=True,
-        v_bias=True,
-        o_bias=True,
-    )
+    kv_heads = 1 if config["multi_query"] else config["n_head"]
+    mixer = common.biased_attention(config, GPT_BIGCODE_FIELDS, kv_heads=kv_heads)
     block = BlockSpec(
         mixer, common.plain_mlp(config, GPT_BIGCODE_FIELDS), common.layer_norm(config)
     )

@@ -215,17 +215,9 @@ def read_gpt_neox(config: dict[str, Any]) -> ModelSpec:
     """Return the spec of a GPT-NeoX config.json: parallel blocks with two norms, or sequential
     ones, and rope on a part of each head.
     """
-    heads, size = config["num_attention_heads"], common.head_size(config, GPT_NEOX_FIELDS)
-    bias = config["attention_bias"]
-    mixer = AttentionSpec(
-        heads,
-        heads,
-        size,
-        q_bias=bias,
-        k_bias=bias,
-        v_bias=bias,
-        o_bias=bias,
-        positions=rope.read(config, size),
+    turned = rope.read(config, common.head_size(config, GPT_NEOX_FIELDS))
+    mixer = common.biased_attention(
+        config, GPT_NEOX_FIELDS, config["attention_bias"], positions=turned
     )
     arrangement = ParallelResidual(2) if config["use_parallel_residual"] else SequentialResidual()
     block = BlockSpec(

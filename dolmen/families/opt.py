@@ -13,7 +13,6 @@ from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.model.spec import (
-    AttentionSpec,
     BlockSpec,
     EmbeddingSpec,
     ModelSpec,
@@ -73,18 +72,8 @@ def read(config: dict[str, Any]) -> ModelSpec:
     """Return the spec of an OPT config.json: a position table with two unused rows, and post-norm
     blocks without final norm if do_layer_norm_before is false (OPT-350m).
     """
-    heads, bias, before = (
-        config[name] for name in ("num_attention_heads", "enable_bias", "do_layer_norm_before")
-    )
-    mixer = AttentionSpec(
-        heads,
-        heads,
-        common.head_size(config, FIELDS),
-        q_bias=bias,
-        k_bias=bias,
-        v_bias=bias,
-        o_bias=bias,
-    )
+    bias, before = config["enable_bias"], config["do_layer_norm_before"]
+    mixer = common.biased_attention(config, FIELDS, bias)
     mlp = common.plain_mlp(config, FIELDS, bias)
     affine = config["layer_norm_elementwise_affine"]
     norm = NormSpec("layernorm", bias=affine, affine=affine)

@@ -190,162 +190,102 @@ LLAMA_3_0 = LLAMA_3 | {
 }
 
 
+def shape(hidden: int, mlp: int, layers: int, heads: int, **more: int) -> dict[str, Any]:
+    """Return the config.json fields of a model's shape: hidden size, width of the feed-forward
+    layer, layers, query heads, and `more` by their own names.
+    """
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        **more,
+    }
+
+
 def llama_7b() -> RunConfig:
     """Llama 1 of 7 B"""
-    model = LLAMA_1 | {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-    }
+    model = LLAMA_1 | shape(4096, 11008, 32, 32, num_key_value_heads=32)
     # 4 M tokens per step, as in 2302.13971
     return large("llama-7b", model, lr=3e-4, batch=2048, length=2048)
 
 
 def llama_13b() -> RunConfig:
     """Llama 1 of 13 B"""
-    model = LLAMA_1 | {
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 40,
-    }
+    model = LLAMA_1 | shape(5120, 13824, 40, 40, num_key_value_heads=40)
     return large("llama-13b", model, lr=3e-4, batch=2048, length=2048)
 
 
 def llama_33b() -> RunConfig:
     """Llama 1 of 33 B"""
-    model = LLAMA_1 | {
-        "hidden_size": 6656,
-        "intermediate_size": 17920,
-        "num_hidden_layers": 60,
-        "num_attention_heads": 52,
-        "num_key_value_heads": 52,
-    }
+    model = LLAMA_1 | shape(6656, 17920, 60, 52, num_key_value_heads=52)
     return large("llama-33b", model, lr=1.5e-4, batch=2048, length=2048)
 
 
 def llama_65b() -> RunConfig:
     """Llama 1 of 65 B"""
-    model = LLAMA_1 | {
-        "hidden_size": 8192,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 64,
-    }
+    model = LLAMA_1 | shape(8192, 22016, 80, 64, num_key_value_heads=64)
     return large("llama-65b", model, lr=1.5e-4, batch=2048, length=2048)
 
 
 def llama_2_7b() -> RunConfig:
     """Llama 2 of 7 B"""
-    model = LLAMA_2 | {
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-    }
+    model = LLAMA_2 | shape(4096, 11008, 32, 32, num_key_value_heads=32)
     return large("llama-2-7b", model, lr=3e-4, batch=1024, length=4096)
 
 
 def llama_2_13b() -> RunConfig:
     """Llama 2 of 13 B"""
-    model = LLAMA_2 | {
-        "hidden_size": 5120,
-        "intermediate_size": 13824,
-        "num_hidden_layers": 40,
-        "num_attention_heads": 40,
-        "num_key_value_heads": 40,
-    }
+    model = LLAMA_2 | shape(5120, 13824, 40, 40, num_key_value_heads=40)
     return large("llama-2-13b", model, lr=3e-4, batch=1024, length=4096)
 
 
 def llama_2_70b() -> RunConfig:
     """Llama 2 of 70 B, with grouped-query attention"""
-    model = LLAMA_2 | {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-    }
+    model = LLAMA_2 | shape(8192, 28672, 80, 64, num_key_value_heads=8)
     # 4 M tokens per step, as in 2307.09288
     return large("llama-2-70b", model, lr=1.5e-4, batch=1024, length=4096)
 
 
 def llama_1b() -> RunConfig:
     """the shape of Llama 3.2 1B"""
-    model = LLAMA_3 | {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "head_dim": 64,
-        # 3.2 scales its positions by 32, 3.1 by 8
-        "rope_parameters": LLAMA_3["rope_parameters"] | {"factor": 32.0},
-        "tie_word_embeddings": True,
-    }
+    model = (
+        LLAMA_3
+        | shape(2048, 8192, 16, 32, head_dim=64)
+        | {
+            # 3.2 scales its positions by 32, 3.1 by 8
+            "rope_parameters": LLAMA_3["rope_parameters"] | {"factor": 32.0},
+            "tie_word_embeddings": True,
+        }
+    )
     return large("llama-1b", model, lr=4e-4, batch=256)
 
 
 def llama_8b() -> RunConfig:
     """the shape of Llama 3.1 8B"""
-    model = LLAMA_3 | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "head_dim": 128,
-    }
+    model = LLAMA_3 | shape(4096, 14336, 32, 32, head_dim=128)
     return large("llama-8b", model, lr=3e-4, batch=512)
 
 
 def llama_70b() -> RunConfig:
     """the shape of Llama 3.1 70B"""
-    model = LLAMA_3 | {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "head_dim": 128,
-    }
+    model = LLAMA_3 | shape(8192, 28672, 80, 64, head_dim=128)
     return large("llama-70b", model, lr=1.5e-4, batch=1024)
 
 
 def llama_3_8b() -> RunConfig:
     """the shape of Llama 3 8B"""
-    model = LLAMA_3_0 | {
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "head_dim": 128,
-    }
+    model = LLAMA_3_0 | shape(4096, 14336, 32, 32, head_dim=128)
     return large("llama-3-8b", model, lr=3e-4, batch=512, length=8192)
 
 
 def llama_3_70b() -> RunConfig:
     """the shape of Llama 3 70B"""
-    model = LLAMA_3_0 | {
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "head_dim": 128,
-    }
+    model = LLAMA_3_0 | shape(8192, 28672, 80, 64, head_dim=128)
     return large("llama-3-70b", model, lr=1.5e-4, batch=1024, length=8192)
 
 
 def llama_405b() -> RunConfig:
     """the shape of Llama 3.1 405B"""
-    model = LLAMA_3 | {
-        "hidden_size": 16384,
-        "intermediate_size": 53248,
-        "num_hidden_layers": 126,
-        "num_attention_heads": 128,
-        "head_dim": 128,
-    }
+    model = LLAMA_3 | shape(16384, 53248, 126, 128, head_dim=128)
     return large("llama-405b", model, lr=8e-5, batch=2048, length=8192)
