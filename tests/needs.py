@@ -24,7 +24,7 @@ import pytest
 TESTS = Path(__file__).parent
 NEEDS = {
     "spawn": """subprocess multiprocessing torch.multiprocessing dolmen.launch.launcher.launch
-        spawning.run_spawned spawning.run_rows spawning.launch_forked""".split(),
+        spawning.run_spawned spawning.run_rows spawning.fork_ranks""".split(),
     "command": "tinyrun.dolmen dolmen.cli.main dolmen.train dolmen.api.runs.train".split(),
 }
 FORKS = ("os.fork", "os.forkpty")

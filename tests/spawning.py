@@ -185,21 +185,35 @@ def launch_forked(
     attempt: int = 0,
 ) -> int:
     """Run `dolmen *words` on ranks forked from the server, with the arguments and the exit code of
-    dolmen's own `launch`, in whose place tests put it (conftest.py: `forked_ranks`). Such a rank
-    takes a second of CPU time, one that imports torch anew takes seven. What ranks print is printed
-    here when all have ended. None is started again; `attempt` says of which start they are.
+    dolmen's own `launch`, in whose place tests put it (conftest.py: `forked_ranks`). None is
+    started again; `attempt` says of which start they are.
+    """
+    environment: dict[str, object] = {strings.RESTARTS: attempt}
+    with tempfile.TemporaryDirectory() as folder:
+        if handed is not None:
+            (Path(folder) / "handed.yaml").write_text(yaml.safe_dump(dict(handed)))
+            environment["DOLMEN_HANDED"] = f"{folder}/handed.yaml"
+        codes = fork_ranks(processes, _command, words, environment)
+    return 2 if 2 in codes else int(codes != {0})
+
+
+def fork_ranks(
+    processes: int,
+    function: Callable[..., object],
+    argument: object,
+    environment: Mapping[str, object] | None = None,
+) -> set[int | None]:
+    """Call `function(argument)` on ranks forked from the server, with the variables of torchrun and
+    `environment`; return their exit codes. Such a rank takes a second of CPU time, one that imports
+    torch anew takes seven. What ranks print is printed here when all have ended.
     """
     context = serving()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
-        environment = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-        environment |= {strings.ONE_STORE: True, strings.RESTARTS: attempt}
-        if handed is not None:
-            (Path(folder) / "handed.yaml").write_text(yaml.safe_dump(dict(handed)))
-            environment["DOLMEN_HANDED"] = f"{folder}/handed.yaml"
+        shared = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, strings.ONE_STORE: True}
+        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, **(environment or {})}
         ranks = [
-            context.Process(target=_command, args=(rank, folder, environment, words))
+            context.Process(target=_rank, args=(rank, folder, shared, function, argument))
             for rank in range(processes)
         ]
         for rank in ranks:
@@ -211,15 +225,17 @@ def launch_forked(
             stream.flush()
             for rank in range(processes):
                 os.write({"out": 1, "err": 2}[kind], Path(folder, f"{kind}-{rank}").read_bytes())
-    codes = {rank.exitcode for rank in ranks}
-    return 2 if 2 in codes else int(codes != {0})
+    return {rank.exitcode for rank in ranks}
 
 
-def _command(rank: int, folder: str, environment: dict[str, Any], words: list[str]) -> None:
-    """`dolmen *words` as one rank of `launch_forked`."""
-    from dolmen import cli
-    from dolmen.training import mfu
-
+def _rank(
+    rank: int,
+    folder: str,
+    environment: dict[str, object],
+    function: Callable[..., object],
+    argument: object,
+) -> None:
+    """`function(argument)` as one rank of `fork_ranks`."""
     torch.set_num_threads(1)
     warned()
     for descriptor, kind in ((1, "out"), (2, "err")):
@@ -228,6 +244,14 @@ def _command(rank: int, folder: str, environment: dict[str, Any], words: list[st
     own = {"RANK": rank, "LOCAL_RANK": rank, strings.ERROR_FILE: f"{folder}/error-{rank}"}
     own["DOLMEN_LAUNCHER"] = os.getppid()
     os.environ.update({name: str(value) for name, value in (environment | own).items()})
+    function(argument)
+
+
+def _command(words: list[str]) -> None:
+    """Run `dolmen *words` and end with its exit code."""
+    from dolmen import cli
+    from dolmen.training import mfu
+
     mfu.matmul_peak = lambda *_: 1e12  # it would be measured for a quarter of a second
     sys.exit(cli.main(words))
 
