@@ -199,6 +199,7 @@ SMALLER = {
         "data.path": "docs/",
         "data.tokenizer": "bpe:300",
         "model.num-hidden-layers": "1",
+        "layout.dp": "1",
     },
     "sft": {"data.template": "chatml"},
     "grpo": {"data.template": "chatml"},
@@ -216,7 +217,7 @@ def smaller(line: str) -> list[str]:
         return [verb, *words]
     changed = {**SMALLER[verb], **SMALLER.get(words[0], {})}
     if "--resume" in words:
-        changed = {"train.steps": "3", "layout.tp": "1"}
+        changed = {"train.steps": "3", "layout.tp": "1", "layout.dp": "1"}
     text = f" {shlex.join(words)} "
     for name in (*changed, "train.epochs"):
         text = re.sub(rf" --{name} [^-]\S*(?= )", "", text)

@@ -52,7 +52,7 @@ def train(recipe: str | PathLike | RunConfig, **changes: Any) -> RunFolder:
     train` as keywords, those of a section in a mapping. Returns the run's folder, a Path with
     `losses`, the training loss of each logged step, and `history`, all rows of metrics.jsonl.
 
-        run = dolmen.train("quickstart", train={"steps": 50}, layout={"tp": 1}, overwrite=True)
+        run = dolmen.train("quickstart", train={"steps": 50}, layout={"dp": 1}, overwrite=True)
         print(run.losses[0], run.losses[-1])
 
     Starts as many processes as the layout needs; a run of one process is this process. Raises

@@ -466,7 +466,16 @@ def test_products_of_eight_bits_are_as_many():
     assert found == 4 * 3 * 2 * LENGTH * inside
 
 
-QUICK = ("dryrun", "quickstart", "--layout.dp", "1", "--train.global-batch-size", "2")
+QUICK = (
+    "dryrun",
+    "quickstart",
+    "--layout.dp",
+    "1",
+    "--layout.tp",
+    "2",
+    "--train.global-batch-size",
+    "2",
+)
 
 
 def test_the_command_tells_a_person_and_a_program(tmp_path):

@@ -48,7 +48,7 @@ SIZES = {
     "mixtral-8x7b": (46.7e9, Layout(dp=64, tp=2, ep=8, zero=1, sequence_parallel=True)),
     "qwen3-30b-a3b": (30.5e9, Layout(dp=128, ep=32, zero=2)),
     "bert": (110.1e6, Layout(dp=16, zero=1)),
-    "quickstart": (5.48e6, Layout(tp=2)),
+    "quickstart": (4.00e6, Layout(dp=2)),
 }
 
 
