@@ -323,6 +323,7 @@ def test_tests_of_a_line_are_the_fastest_of_each_function_first(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.spawn
 def test_a_recorded_run_knows_the_rows_of_spawned_ranks(tmp_path):
     """A line that a rank executes belongs to the row that did, of two that share a world."""
     file = "tests/parallel/test_styles.py"
