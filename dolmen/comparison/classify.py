@@ -64,15 +64,15 @@ def _without_explanation(row: TensorComparison) -> Fault:
     return Fault("other values", "a different function of equal inputs")
 
 
-def _explains(made: Tensor, a: Tensor, b: Tensor) -> bool:
-    """True if `made`, tensor `a` after a tried change, is `b` up to 1 % of the difference between
-    `a` and `b`; for small differences also up to rounding (1e-5 of b, at most 30 % of the
+def _explains(predicted: Tensor, a: Tensor, b: Tensor) -> bool:
+    """True if `predicted`, tensor `a` after a tried change, is `b` up to 1 % of the difference
+    between `a` and `b`; for small differences also up to rounding (1e-5 of b, at most 30 % of the
     difference).
     """
-    if made.shape != b.shape:
+    if predicted.shape != b.shape:
         return False
     # a change that explains nothing leaves 100 %
-    left, deviation = (made.double() - b.double()).norm(), (a.double() - b.double()).norm()
+    left, deviation = (predicted.double() - b.double()).norm(), (a.double() - b.double()).norm()
     rounding = 1e-5 * b.double().norm()
     return bool(left <= torch.maximum(LEFT * deviation, torch.minimum(rounding, 0.3 * deviation)))
 
@@ -81,15 +81,15 @@ def _compare_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
     """Yield causes in sharding: compare what the ranks of A along each mesh axis hold with the
     joined tensor of B, to find missing or doubled sums and parts of another rank.
     """
-    held = _join_microbatches(x)
+    shards = _join_microbatches(x)
     # summands cannot be told apart, and one rank has nothing to be compared with
-    if x.partial or len(held) < 2:
+    if x.partial or len(shards) < 2:
         return
     whole = y.join()
     for axis in ("tp", "cp", "dp", "ep", "fsdp"):
         # each line of ranks along this axis of the mesh
         for group in side.recording.topology.groups(axis):
-            pieces = [held[rank] for rank in group if rank in held]
+            pieces = [shards[rank] for rank in group if rank in shards]
             if len(group) > 1 and len(pieces) == len(group):
                 yield from _compare_group(axis, pieces, [whole[p.index] for p in pieces])
 
@@ -124,16 +124,16 @@ def _compare_group(axis: str, pieces: list[RecordedShard], right: list[Tensor]) 
 
 def _join_microbatches(recorded: Recorded) -> dict[int, RecordedShard]:
     """Join the microbatches of each rank into one piece: rank -> piece."""
-    found: dict[int, RecordedShard] = {}
+    joined: dict[int, RecordedShard] = {}
     for piece in recorded.pieces:
-        before = found.get(piece.rank)
+        before = joined.get(piece.rank)
         if before is None:
-            found[piece.rank] = piece
+            joined[piece.rank] = piece
         elif before.rows is not None and piece.rows is not None and before.where == piece.where:
             rows = torch.cat((before.rows, piece.rows))
             values = torch.cat((before.values, piece.values))
-            found[piece.rank] = replace(before, rows=rows, values=values)
-    return found
+            joined[piece.rank] = replace(before, rows=rows, values=values)
+    return joined
 
 
 def _same_region(one: RecordedShard, other: RecordedShard) -> bool:

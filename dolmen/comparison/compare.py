@@ -94,9 +94,9 @@ def compare_recordings(a: Side, b: Side) -> Iterator[TensorComparison]:
     yield from _compare_update(a, b, before)
 
 
-def first_difference(found: Sequence[TensorComparison]) -> TensorComparison | None:
+def first_difference(rows: Sequence[TensorComparison]) -> TensorComparison | None:
     """Return the first row whose difference is not allowed, None without one."""
-    return next((row for row in found if not row.ok), None)
+    return next((row for row in rows if not row.ok), None)
 
 
 def difference(a: Tensor, b: Tensor, least: float = 0.0) -> float:
@@ -156,7 +156,7 @@ def _differences_by_rank(
     """
     whole = b.join()
     sides = {"A": a, "B": b}
-    found: dict[tuple[str, int], float] = {}
+    by_rank: dict[tuple[str, int], float] = {}
     for side, recorded in sides.items():
         pieces = recorded.pieces
         # each rank has a summand: only their sum can be compared
@@ -166,8 +166,8 @@ def _differences_by_rank(
         for piece in pieces:
             deviation = difference(piece.values, whole[piece.index], least)
             key = side, piece.rank
-            found[key] = worse(deviation, found.get(key, 0.0))
-    return max(found.values(), key=_or_inf), found
+            by_rank[key] = worse(deviation, by_rank.get(key, 0.0))
+    return max(by_rank.values(), key=_or_inf), by_rank
 
 
 def worse(a: float, b: float) -> float:
@@ -230,30 +230,30 @@ def _compare_forward(a: Side, b: Side) -> Iterator[TensorComparison]:
     relative errors of q and k by it.
     """
     allowed, names = Tolerance(a, b), forward_order(a, b)
-    found: list[TensorComparison] = []
+    rows: list[TensorComparison] = []
     for name in names:
         factor = 1.0
         if name.endswith(".attn.sums"):
             factor = max(1.0, *(largest_score(side, name) for side in (a, b)))
             scores = _compare_scores(a, b, name, allowed.now(factor))
             if scores is not None:
-                found.append(allowed.admit(scores))
+                rows.append(allowed.admit(scores))
         x, y = (side.recording.tensors["forward", name] for side in (a, b))
         # after the scores: their difference is admitted first
         row = _row("forward", name, x, y, allowed.now(factor))
-        found.append(allowed.admit(row))
-    yield from _excuse_other_forms(b, found)
+        rows.append(allowed.admit(row))
+    yield from _excuse_other_forms(b, rows)
 
 
-def _excuse_other_forms(b: Side, found: list[TensorComparison]) -> list[TensorComparison]:
+def _excuse_other_forms(b: Side, rows: list[TensorComparison]) -> list[TensorComparison]:
     """Return the rows with those excused (note, infinite tolerance) that differ inside a layer
     while the tensors computed from them do not: A and B keep that tensor in two forms.
     """
     # Fused qkv or a rotated head layout differ by their own size, but nothing computed from them
     # does.
-    by_name = {row.name: row for row in found}
+    by_name = {row.name: row for row in rows}
     out = []
-    for row in found:
+    for row in rows:
         # rows of the tensors that depend on this one
         behind = [] if row.ok else [by_name.get(name) for name in _names_downstream(b, row.name)]
         limit = HEALED * _or_inf(row.difference)
@@ -312,10 +312,10 @@ def _heads(side: Side, number: int, word: str) -> Tensor | None:
     """Recorded queries or keys of a layer (`word`), fp32 [sequences, length, heads, size]; None
     where not recorded.
     """
-    found = side.recording.tensor("forward", f"layers.{number}.attn.{word}")
+    heads = side.recording.tensor("forward", f"layers.{number}.attn.{word}")
     size = side.spec.blocks[number].mixer.head_size
     return (
-        None if found is None else found.float().view(-1, side.length, found.shape[1] // size, size)
+        None if heads is None else heads.float().view(-1, side.length, heads.shape[1] // size, size)
     )
 
 
@@ -355,7 +355,7 @@ def _compare_backward(
     """
     one, other = a.recording.tensors, b.recording.tensors
     # activations whose gradient both sides recorded
-    made = [n for n in forward_order(a, b) if ("backward", n) in one and ("backward", n) in other]
+    names = [n for n in forward_order(a, b) if ("backward", n) in one and ("backward", n) in other]
     trained = [n for n in a.recording.names("gradients") if ("gradients", n) in other]
     if not trained:
         return
@@ -365,7 +365,7 @@ def _compare_backward(
     # (layer, place in the layer, 1 for activations): sorted in reverse, an activation's gradient
     # comes before those of the parameters behind it.
     keyed: dict[tuple[Stage, str], tuple[int, int, int]] = {}
-    for name in made:
+    for name in names:
         if name not in other_form:
             keyed["backward", name] = (recording.place(name), place[name], 1)
     for name in trained:

@@ -128,19 +128,19 @@ class DiffReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for --json. NaN and infinity become null."""
-        found = self.first
+        first = self.first
         return {
             "title": self.title,
             "ok": self.ok,
             "notes": list(self.notes),
             "first": None
-            if found is None
+            if first is None
             else {
-                **_plain(found.row),
-                "operation": found.operation,
-                "kind": found.fault.kind,
-                "text": found.fault.text,
-                "axis": found.fault.axis,
+                **_plain(first.row),
+                "operation": first.operation,
+                "kind": first.fault.kind,
+                "text": first.fault.text,
+                "axis": first.fault.axis,
             },
             "rows": [_plain(row) for row in self.rows],
         }
@@ -211,8 +211,8 @@ def compare_sides(a: Side, b: Side, title: str, notes: tuple[str, ...] = ()) -> 
     if first is None:
         return DiffReport(title, rows, None, notes)
     processes = {"A": a.recording.topology.size, "B": b.recording.topology.size}
-    found = FirstDifference(first, operation(first), classify(a, b, first), processes)
-    return DiffReport(title, rows, found, notes)
+    difference = FirstDifference(first, operation(first), classify(a, b, first), processes)
+    return DiffReport(title, rows, difference, notes)
 
 
 def work(request: DiffWork) -> None:
@@ -227,10 +227,10 @@ def work(request: DiffWork) -> None:
         devices.refuse_shared_gpus(device, DEVICE)
         with fp32_products():
             mesh = side.layout.mesh(device)
-            made = dolmen_side.record(
+            local_recording = dolmen_side.record(
                 side.source, both.task, mesh, side.layout, side.rest, DTYPES[side.dtype]
             )
-        recording.save(Path(request.folder), made, mesh.rank)
+        recording.save(Path(request.folder), local_recording, mesh.rank)
 
 
 def open_sides(config: DiffConfig) -> SidePair:
@@ -269,7 +269,7 @@ def _side(name: SideName, config: DiffConfig, spelled: str) -> OpenSide:
     """Open side A or B as the command line spells it: a source, `transformers:SOURCE`, or
     `transformers` (the other side's source). Raises ValueError, KeyError or OSError.
     """
-    said = config.a if name == "A" else config.b
+    options = config.a if name == "A" else config.b
     program, colon, folder = spelled.partition(":")
     # a folder named "transformers" is a folder
     theirs = program == THEIRS and (bool(colon) or not Path(spelled).exists())
@@ -280,13 +280,13 @@ def _side(name: SideName, config: DiffConfig, spelled: str) -> OpenSide:
             raise ValueError(
                 "both sides are transformers: name a model for A, such as transformers:DIR"
             )
-    if theirs and said.layout != Layout():
+    if theirs and options.layout != Layout():
         raise ValueError(
             f"--{name.lower()}.layout: side {name} is transformers, which runs in one process: "
             "leave it out"
         )
     source = open_source(folder if theirs else spelled)
-    return OpenSide(name, source, theirs, said.dtype, said.layout.resolve(None))
+    return OpenSide(name, source, theirs, options.dtype, options.layout.resolve(None))
 
 
 def _multiple(least: int, of: int) -> int:
@@ -319,14 +319,14 @@ def _record_side(side: OpenSide, both: SidePair, config: DiffConfig) -> Recordin
     device = devices.choose_device(config.device, None, DEVICE)
     with fp32_products():
         if side.theirs:
-            made = transformers_side.record(side.source, both.task, device, dtype)
+            recorded = transformers_side.record(side.source, both.task, device, dtype)
         else:
             mesh = replace(SINGLE, device=device)
-            made = dolmen_side.record(side.source, both.task, mesh, layout, side.rest, dtype)
+            recorded = dolmen_side.record(side.source, both.task, mesh, layout, side.rest, dtype)
     # norms and rope of transformers compute in float32 where all else is wider
     # so the tolerance is that of float32
     seen = torch.float32 if side.theirs and dtype == torch.float64 else dtype
-    return Recording(side.title, sizes, seen, side.rest, made)
+    return Recording(side.title, sizes, seen, side.rest, recorded)
 
 
 def _record_in_processes(side: OpenSide, processes: int, config: DiffConfig) -> recording.Tensors:

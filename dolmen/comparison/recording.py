@@ -87,11 +87,14 @@ class Recorded:
             for piece in pieces:
                 out[piece.index] = piece.values
             return out
-        out, held = torch.zeros(self.shape, dtype=dtype), torch.zeros(self.shape, dtype=torch.bool)
+        out, covered = (
+            torch.zeros(self.shape, dtype=dtype),
+            torch.zeros(self.shape, dtype=torch.bool),
+        )
         for piece in pieces:
             out[piece.index] += piece.values
-            held[piece.index] = True
-        return out.masked_fill(~held, torch.nan)
+            covered[piece.index] = True
+        return out.masked_fill(~covered, torch.nan)
 
 
 Tensors = dict[tuple[Stage, str], Recorded]
@@ -115,8 +118,8 @@ class Recording:
 
     def tensor(self, stage: Stage, name: str) -> Tensor | None:
         """Return a tensor, joined from its pieces; None where this side has not recorded it."""
-        found = self.tensors.get((stage, name))
-        return None if found is None else found.join()
+        recorded = self.tensors.get((stage, name))
+        return None if recorded is None else recorded.join()
 
 
 class Recorder:
@@ -160,10 +163,13 @@ def merge_ranks(ranks: list[Tensors]) -> Tensors:
     """
     out = Tensors()
     for tensors in ranks:
-        for key, found in tensors.items():
-            place = out.setdefault(key, Recorded(found.shape, found.partial))
-            assert (place.shape, place.partial) == (found.shape, found.partial), (key, found.shape)
-            place.pieces += found.pieces
+        for key, recorded in tensors.items():
+            place = out.setdefault(key, Recorded(recorded.shape, recorded.partial))
+            assert (place.shape, place.partial) == (recorded.shape, recorded.partial), (
+                key,
+                recorded.shape,
+            )
+            place.pieces += recorded.pieces
     return out
 
 
@@ -203,7 +209,7 @@ def _named_pieces(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
 def _read(folder: Path) -> Tensors:
     """Read the recording of one rank, the inverse of `_named_pieces`."""
     out, stored = Tensors(), safetensors.index(folder)
-    for key, found in stored.items():
+    for key, entry in stored.items():
         *words, kind = key.split("|")
         if kind != "values":
             continue
@@ -214,7 +220,7 @@ def _read(folder: Path) -> Tensors:
         rows = stored.get("|".join((*words, "rows")))
         place = out.setdefault((at, name), Recorded(sizes, partial == "1"))
         kept = None if rows is None else rows.read()
-        place.pieces.append(RecordedShard(int(rank), slices, found.read(), kept))
+        place.pieces.append(RecordedShard(int(rank), slices, entry.read(), kept))
     return out
 
 
@@ -272,16 +278,16 @@ END, LAST_ONES = 1 << 30, ("final_norm", "logits", "project_out", *OF_HEAD)
 
 def layer_of(name: str) -> int | None:
     """Layer number of a tensor or parameter name; None outside of layers."""
-    found = LAYER.fullmatch(name)
-    return None if found is None else int(found[1])
+    match = LAYER.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def inside(name: str) -> str:
     """Name of a tensor within its layer, "" for the layer's output; outside of layers the name
     itself.
     """
-    found = LAYER.fullmatch(name)
-    return name if found is None else found[2]
+    match = LAYER.fullmatch(name)
+    return name if match is None else match[2]
 
 
 def place(name: str) -> int:
@@ -302,8 +308,8 @@ def gradient_tensor(parameter: str) -> str:
     module, _, _ = parameter.rpartition(".")
     number, word = layer_of(module), inside(module)
     if number is None:
-        made = {"final_norm": "final_norm", "project_out": "final_norm"}
-        return "logits" if word.startswith(OF_HEAD) else made.get(word, "embed")
+        names = {"final_norm": "final_norm", "project_out": "final_norm"}
+        return "logits" if word.startswith(OF_HEAD) else names.get(word, "embed")
     return f"layers.{number}.{MADE_WITH.get(word, word)}"
 
 

@@ -93,11 +93,11 @@ class RunCheckpoint(WeightsAlone):
         # stored as amax_history/NAME and fp8_scale/NAME beside model/NAME
         kind, read = f"{self.part}{quantized_product.HISTORY}/", self.checkpoint.read
         names = [name.removeprefix(kind) for name in self.checkpoint.specs if name.startswith(kind)]
-        found = {
+        scalings = {
             n: Scaling(read(kind + n), read(f"{self.part}{quantized_product.SCALE}/{n}"))
             for n in names
         }
-        return {name: one for name, one in found.items() if one.history.any()}
+        return {name: one for name, one in scalings.items() if one.history.any()}
 
     @property
     def specs(self) -> Mapping[str, Spec]:

@@ -309,13 +309,13 @@ def compare_state(state: Moments, written: ModelSource) -> str:
     return a clause for the report. Raises Unlike where it differs.
     """
     # read back through the same importer that a later resume uses
-    found = written.moments
-    if found is None or found.step != state.step:
+    moments = written.moments
+    if moments is None or moments.step != state.step:
         raise Unlike(f"{written.where} lacks the optimizer state of {state.step} updates")
-    kinds = {**found.kinds, "param": written.precise}
+    kinds = {**moments.kinds, "param": written.precise}
     for kind, tensors in state.kinds.items():
         specs = kinds[kind].specs
-        for name in found.kinds["exp_avg"].specs:
+        for name in moments.kinds["exp_avg"].specs:
             if specs[name] != tensors.specs[name]:
                 raise Unlike(f"{kind} of {name} is {specs[name].dtype} in {written.where}")
         for _ in compare_weights(tensors, kinds[kind], of=f"{kind} of "):
@@ -329,13 +329,14 @@ def compare_scales(scales: Scales, written: ModelSource) -> str:
     """Check that the written scales of fp8 delayed scaling are the same bits as `scales`; return a
     clause for the report, empty without scales. Raises Unlike where they differ.
     """
-    found = written.scaling
-    if found.keys() != scales.keys():
+    written_scales = written.scaling
+    if written_scales.keys() != scales.keys():
         raise Unlike(
-            f"{written.where} has fp8 scales of {len(found)} weights, expected {len(scales)}"
+            f"{written.where} has fp8 scales of {len(written_scales)} weights, expected "
+            f"{len(scales)}"
         )
     for name, one in scales.items():
-        if not all(_same(a, b) for a, b in zip(one, found[name], strict=True)):
+        if not all(_same(a, b) for a, b in zip(one, written_scales[name], strict=True)):
             raise Unlike(f"fp8 scales of {name} have changed in {written.where}")
     return f"; fp8 scales of {len(scales)} weights compared too" if scales else ""
 

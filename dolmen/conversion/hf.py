@@ -115,7 +115,7 @@ def tokens_by_name(folder: Path | str) -> dict[str, int]:
     """Read token -> id from the tokenizer's JSON files (vocabulary, added tokens), without building
     a tokenizer. Empty where there are none. Raises Refused for a malformed file.
     """
-    found: dict[str, int] = {}
+    tokens: dict[str, int] = {}
     # later files override earlier ones, as transformers lets added tokens override
     for name in ("vocab.json", "tokenizer.json", "tokenizer_config.json", "added_tokens.json"):
         file = Path(folder) / name
@@ -125,14 +125,14 @@ def tokens_by_name(folder: Path | str) -> dict[str, int]:
         match name:
             case "tokenizer.json":
                 vocab = content["model"].get("vocab", {})
-                found |= vocab if isinstance(vocab, dict) else {}
-                found |= {one["content"]: one["id"] for one in content.get("added_tokens") or ()}
+                tokens |= vocab if isinstance(vocab, dict) else {}
+                tokens |= {one["content"]: one["id"] for one in content.get("added_tokens") or ()}
             case "tokenizer_config.json":
                 added = content.get("added_tokens_decoder", {})
-                found |= {o["content"]: int(i) for i, o in added.items() if i.isdecimal()}
+                tokens |= {o["content"]: int(i) for i, o in added.items() if i.isdecimal()}
             case _:
-                found |= content
-    return found
+                tokens |= content
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -218,11 +218,11 @@ class Transformers(WeightsAlone):
         """Our name -> the stored tensors that hold the parameter: several for a stack of
         experts.
         """
-        found: dict[str, list[StoredTensor]] = {}
+        by_parameter: dict[str, list[StoredTensor]] = {}
         for entry in self._weights.entries.values():
             for name in entry.ours:
-                found.setdefault(name, []).append(entry)
-        return found
+                by_parameter.setdefault(name, []).append(entry)
+        return by_parameter
 
     @cached_property
     def _stored(self) -> dict[str, Stored]:
@@ -251,12 +251,12 @@ def is_transformers(folder: Path) -> bool:
 
 
 def open_transformers(
-    folder: Path, model: Model | None = None, said: Path | None = None
+    folder: Path, model: Model | None = None, sidecars: Path | None = None
 ) -> Transformers:
-    """Open a transformers directory; `model` replaces its config.json. `said`: folder of the
+    """Open a transformers directory; `model` replaces its config.json. `sidecars`: folder of the
     config.json, where it is not yet next to the weights. Raises as `read_config`.
     """
-    return Transformers(folder, model or _detect_bare(read_config(said or folder), folder))
+    return Transformers(folder, model or _detect_bare(read_config(sidecars or folder), folder))
 
 
 def _detect_bare(model: Model, folder: Path) -> Model:
@@ -305,7 +305,7 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
     tensors (layers behind the last, other parts of a multimodal model). Raises KeyError for tensors
     without a rule or missing, ValueError for duplicates and wrong shapes or dtypes.
     """
-    found: dict[str, Stored] = {}
+    matched: dict[str, Stored] = {}
     beyond: list[str] = []
     # safetensors before pickles, if both are there
     form = next((one for one in FORMS if one.lies_in(folder)), None)
@@ -316,9 +316,9 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
     for name, stored in safetensors.index(folder, form).items():
         canonical = weights.canonical(name)
         # two spellings of one name, such as gamma and weight
-        if canonical in found:
+        if canonical in matched:
             raise ValueError(
-                f"{folder} stores {canonical} twice, as {name} and as {found[canonical].name}"
+                f"{folder} stores {canonical} twice, as {name} and as {matched[canonical].name}"
             )
         # multi-token prediction of DeepSeek lies as layers behind the last
         if weights.is_dropped_layer(canonical):
@@ -326,9 +326,11 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
         elif weights.is_other_part(canonical):
             other_parts.append(stored.name)
         elif not weights.ignores(canonical):
-            found[canonical] = stored
-    extra = [stored.name for name, stored in found.items() if weights.expected_shape(name) is None]
-    missing = [name for name in weights.entries if name not in found]
+            matched[canonical] = stored
+    extra = [
+        stored.name for name, stored in matched.items() if weights.expected_shape(name) is None
+    ]
+    missing = [name for name in weights.entries if name not in matched]
     if extra or missing:
         sides = [
             f"{plural(len(extra), 'tensor has', 'tensors have')} no counterpart in the model, "
@@ -341,7 +343,7 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
             f"{folder} does not fit family {weights.model.model_type} and its config: "
             f"{'; '.join(sides)}"
         )
-    for name, stored in found.items():
+    for name, stored in matched.items():
         _check_tensor(name, stored, weights)
     if beyond:
         field = weights.model.family.dropped_layers_field
@@ -356,7 +358,7 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
             f"skipped, e.g. {other_parts[0]}: only its {weights.model.model_type} is read",
             stacklevel=4,
         )
-    return found
+    return matched
 
 
 def _check_tensor(name: str, stored: Stored, weights: WeightMap) -> None:

@@ -62,9 +62,9 @@ def transformers_folder(source: ModelSource) -> Iterator[Path]:
     if source.transformers is not None:
         yield source.transformers
         return
-    with tempfile.TemporaryDirectory(prefix="dolmen-") as made:
-        write(source, Path(made) / "model", torch.float32)
-        yield Path(made) / "model"
+    with tempfile.TemporaryDirectory(prefix="dolmen-") as temporary:
+        write(source, Path(temporary) / "model", torch.float32)
+        yield Path(temporary) / "model"
 
 
 def check_expressible(model: Model, spec: ModelSpec) -> None:
@@ -185,7 +185,7 @@ class TransformersWriter:
         """Open what was written, its config.json in folder `sidecars`. Fields that config.json
         cannot express (a warning lists them) are taken from the source.
         """
-        written = open_transformers(folder, said=sidecars)
+        written = open_transformers(folder, sidecars=sidecars)
         return replace(
             written, model=replace_fields(written.model, unknown.lost_on_export(self.source.model))
         )

@@ -161,8 +161,8 @@ class Consolidated(WeightsAlone, Joined):
         """
         for i, rank in enumerate(self.ranks):
             # a buffer in Llama 1's files
-            held = {name for name in rank if name != "rope.freqs"}
-            if other := sorted(held ^ self._entries.keys()):
+            names = {name for name in rank if name != "rope.freqs"}
+            if other := sorted(names ^ self._entries.keys()):
                 raise KeyError(
                     f"{self.where}, rank {i}: {plural(len(other), 'tensor is', 'tensors are')} in "
                     f"only one of the file and the model of {PARAMS}, e.g. {other[:3]}"
@@ -210,37 +210,37 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
     """
     if not (folder / PARAMS).is_file():
         raise ValueError(f"{folder} has no {PARAMS}, from which the model's sizes are read")
-    said = gate.read_json(folder / PARAMS, KIND)
+    params = gate.read_json(folder / PARAMS, KIND)
     for name in ONLY:
-        if said.get(name):
+        if params.get(name):
             raise gate.refuse(
-                folder / PARAMS, f"{name} is {json.dumps(said[name])}, which is not supported"
+                folder / PARAMS, f"{name} is {json.dumps(params[name])}, which is not supported"
             )
     # the two tensors that sizes are read from
     lost = [name for name in (EMBEDDING, UP) if name not in ranks[0]]
     if lost or any(len(ranks[0][name].spec.shape) != 2 for name in (EMBEDDING, UP)):
         raise KeyError(f"{folder} has no {lost or 'matrix'}: it is not a Llama of Meta's")
-    size, heads = said["dim"], said["n_heads"]
+    size, heads = params["dim"], params["n_heads"]
     if size % heads:
         raise gate.refuse(folder / PARAMS, f"dim ({size}) is not divisible by n_heads ({heads})")
     whole = Share(_embedding_dim(ranks, size)).full_shape(
         ranks[0][EMBEDDING].spec.shape, len(ranks)
     )
-    norm = NormSpec("rmsnorm", float(said["norm_eps"]))
+    norm = NormSpec("rmsnorm", float(params["norm_eps"]))
     mixer = AttentionSpec(
-        heads, said.get("n_kv_heads") or heads, size // heads, positions=_rope(folder, said)
+        heads, params.get("n_kv_heads") or heads, size // heads, positions=_rope(folder, params)
     )
     # the width follows from multiple_of and ffn_dim_multiplier: the tensor is simpler
     inner = ranks[0][UP].spec.shape[0] * len(ranks)
     # -1 in Llama 1 and 2: it was the tokenizer's
-    rows = said.get("vocab_size", -1)
+    rows = params.get("vocab_size", -1)
     spec = ModelSpec(
         hidden_size=size,
         embedding=EmbeddingSpec(whole[0] if rows < 0 else rows),
-        runs=group_repeats([BlockSpec(mixer, MLPSpec(inner), norm)] * said["n_layers"]),
+        runs=group_repeats([BlockSpec(mixer, MLPSpec(inner), norm)] * params["n_layers"]),
         final_norm=norm,
         head=LMHeadSpec(tied=HEAD not in ranks[0]),
-        max_position_embeddings=_longest(said),
+        max_position_embeddings=_longest(params),
     )
     # the family follows from the spec: llama
     model = sidecars.with_special_tokens(sidecars.express(spec), sidecars.tokenizer(folder))
@@ -248,12 +248,12 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
     return edit(model, dtype=str(dtype).removeprefix("torch."))
 
 
-def _rope(folder: Path, said: Mapping[str, Any]) -> RopeSpec:
+def _rope(folder: Path, params: Mapping[str, Any]) -> RopeSpec:
     """Rope with Llama 3's scaling where `use_scaled_rope` is set. Warns where its factor is not
     stated, and takes 8.
     """
-    scaling, factor = None, said.get("rope_scaling_factor")
-    if said.get("use_scaled_rope"):
+    scaling, factor = None, params.get("rope_scaling_factor")
+    if params.get("use_scaled_rope"):
         # params.json of Llama 3.1 and 3.2 has the flag and no factor
         if factor is None:
             warnings.warn(
@@ -262,15 +262,17 @@ def _rope(folder: Path, said: Mapping[str, Any]) -> RopeSpec:
                 stacklevel=4,
             )
         scaling = Llama3Scaling(float(factor or 8), 1.0, 4.0, 8192)
-    return RopeSpec(said["dim"] // said["n_heads"], float(said.get("rope_theta", 10000.0)), scaling)
+    return RopeSpec(
+        params["dim"] // params["n_heads"], float(params.get("rope_theta", 10000.0)), scaling
+    )
 
 
-def _longest(said: Mapping[str, Any]) -> int:
+def _longest(params: Mapping[str, Any]) -> int:
     """Longest sequence in tokens: as stated, else as of the Llama release with this rope
     (params.json of these has no such field).
     """
-    theta = said.get("rope_theta", 10000.0)
+    theta = params.get("rope_theta", 10000.0)
     # Llama 1 (eps 1e-6): 2048; Llama 2 (1e-5): 4096; Code Llama (theta 1e6): 16384; Llama 3: 8192
-    by_theta = {10000.0: 4096 if said["norm_eps"] > 1e-6 else 2048, 1e6: 16384}
-    known = 131072 if said.get("use_scaled_rope") else by_theta.get(theta, 8192)
-    return said.get("max_seq_len", known)
+    by_theta = {10000.0: 4096 if params["norm_eps"] > 1e-6 else 2048, 1e6: 16384}
+    known = 131072 if params.get("use_scaled_rope") else by_theta.get(theta, 8192)
+    return params.get("max_seq_len", known)

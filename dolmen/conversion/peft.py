@@ -97,13 +97,13 @@ def base(folder: Path) -> str:
     """Base model that adapter_config.json names; a relative path is also looked up from the
     adapters' folder. Raises Refused where it names none.
     """
-    said = gate.read_json(folder / CONFIG, kinds.ADAPTER_CONFIG).get("base_model_name_or_path")
-    if not said:
+    name = gate.read_json(folder / CONFIG, kinds.ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not name:
         raise gate.refuse(
             folder / CONFIG, "has no base_model_name_or_path: add the base model there"
         )
-    local = folder / said
-    return str(local) if not expand(said).is_dir() and local.is_dir() else said
+    local = folder / name
+    return str(local) if not expand(name).is_dir() and local.is_dir() else name
 
 
 def read(folder: Path, model: Model) -> LowRank:
@@ -112,8 +112,8 @@ def read(folder: Path, model: Model) -> LowRank:
     not fit the model.
     """
     file = folder / CONFIG
-    said = gate.read_json(file, kinds.ADAPTER_CONFIG)
-    peft_config.check(file, said)
+    config = gate.read_json(file, kinds.ADAPTER_CONFIG)
+    peft_config.check(file, config)
     known, stored = _modules(model), safetensors.read_header(folder / WEIGHTS)
     leaves = model.spec.leaves
     # an example for error messages
@@ -142,23 +142,25 @@ def read(folder: Path, model: Model) -> LowRank:
         by_name[(*LoraSpec.pair(weight), magnitude_name(weight))[KINDS.index(kind)]] = one
     # "all-linear" is all but the output embedding
     heads = [module for module, weight in modules.items() if leaves[weight].role == "head"]
-    peft_config.Reach(file, said).check(list(modules), heads)
+    peft_config.Reach(file, config).check(list(modules), heads)
     # the weights that have an A
     weights = frozenset(w for w in known.values() if LoraSpec.pair(w)[0] in by_name)
     # "whole": the base is not stored in eight bits
-    form = LoraSpec(said["r"], said["lora_alpha"], weights, "whole", _scaling(said), _kind(said))
+    form = LoraSpec(
+        config["r"], config["lora_alpha"], weights, "whole", _scaling(config), _kind(config)
+    )
     _check_shapes(folder / WEIGHTS, form, by_name, model)
     return LowRank(form, by_name)
 
 
-def _scaling(said: Mapping[str, Any]) -> Any:
+def _scaling(config: Mapping[str, Any]) -> Any:
     """ "root" for rank-stabilised LoRA (alpha / sqrt(rank)), else "rank" (alpha / rank)."""
-    return "root" if said.get("use_rslora") else "rank"
+    return "root" if config.get("use_rslora") else "rank"
 
 
-def _kind(said: Mapping[str, Any]) -> Any:
+def _kind(config: Mapping[str, Any]) -> Any:
     """ "dora" or "lora"."""
-    return "dora" if said.get("use_dora") else "lora"
+    return "dora" if config.get("use_dora") else "lora"
 
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -174,8 +176,8 @@ def _check_shapes(file: Path, form: LoraSpec, stored: Mapping[str, Stored], mode
     for weight in sorted(form.targets):
         leaf = leaves[weight]
         # shapes of A, B and magnitude for this weight and rank
-        made = (form.down(leaf).shape, form.up(leaf).shape, form.magnitude(leaf).shape)
-        for name, shape in zip(names(form, weight), made, strict=False):
+        shapes = (form.down(leaf).shape, form.up(leaf).shape, form.magnitude(leaf).shape)
+        for name, shape in zip(names(form, weight), shapes, strict=False):
             if name not in stored:
                 raise gate.refuse(file, f"has an incomplete adapter of {weight}: {name} is missing")
             if stored[name].spec.dtype not in FLOATS:

@@ -63,15 +63,15 @@ except (re.error, RecursionError, OverflowError) as error:
 """.replace("INVALID", str(INVALID))
 
 
-def check(file: Path, said: Mapping[str, Any]) -> None:
+def check(file: Path, config: Mapping[str, Any]) -> None:
     """Raises Refused for a config that is not plain LoRA or DoRA: another method, trained biases,
     or options that change what is computed.
     """
-    if said["peft_type"] != "LORA":
-        raise gate.refuse(file, f"has peft_type {said['peft_type']}: only LORA is supported")
-    if said.get("bias", "none") != "none":
-        raise gate.refuse(file, f"has bias {said['bias']}: only none is supported")
-    for name, value in said.items():
+    if config["peft_type"] != "LORA":
+        raise gate.refuse(file, f"has peft_type {config['peft_type']}: only LORA is supported")
+    if config.get("bias", "none") != "none":
+        raise gate.refuse(file, f"has bias {config['bias']}: only none is supported")
+    for name, value in config.items():
         # options of later PEFT releases are refused too, by the form of their name
         unknown = name.endswith("_config") or name.startswith("use_")
         # False, None and empty values mean "not used"
@@ -83,7 +83,7 @@ def check(file: Path, said: Mapping[str, Any]) -> None:
                 "PEFT and give the merged model",
             )
     # PiSSA and others subtract B A from the base on loading
-    init = str(said.get("init_lora_weights")).lower()
+    init = str(config.get("init_lora_weights")).lower()
     if init.startswith(OTHER_BASES):
         raise gate.refuse(
             file,
@@ -100,7 +100,7 @@ class Reach:
     """
 
     file: Path
-    said: Mapping[str, Any]
+    config: Mapping[str, Any]
 
     def check(self, modules: Sequence[str], heads: Container[str] = ()) -> None:
         """Raises Refused where PEFT would not put an adapter on one of `modules`, which have
@@ -130,7 +130,7 @@ class Reach:
         """Raises Refused where layers_to_transform leaves out the layer of a module that has an
         adapter.
         """
-        if not self._layers or module in self.said["target_modules"]:  # in full: of any layer
+        if not self._layers or module in self.config["target_modules"]:  # in full: of any layer
             return
         layer = self._layer(module)
         if layer not in self._layers:
@@ -146,7 +146,7 @@ class Reach:
         """Return those of `modules` that target_modules selects. Raises Refused where it is null,
         since the default depends on the release of PEFT.
         """
-        value = self.said.get("target_modules")
+        value = self.config.get("target_modules")
         if value is None:
             raise gate.refuse(
                 self.file,
@@ -161,7 +161,7 @@ class Reach:
         """Return those of `modules` that a field selects: a list of names, or a regular
         expression.
         """
-        value = self.said.get(field)
+        value = self.config.get(field)
         if isinstance(value, str) and value:
             return _match_expression(self.file, field, value, modules)
         names = frozenset(value or ())
@@ -172,31 +172,31 @@ class Reach:
         """Layer numbers in layers_to_transform; empty means all. Raises Refused where
         target_modules is a regular expression, which PEFT does not accept together.
         """
-        value = self.said.get("layers_to_transform")
-        found = frozenset([value] if isinstance(value, int) else value or ())
-        if found and isinstance(self.said.get("target_modules"), str):
+        value = self.config.get("layers_to_transform")
+        layers = frozenset([value] if isinstance(value, int) else value or ())
+        if layers and isinstance(self.config.get("target_modules"), str):
             raise gate.refuse(
                 self.file,
                 "has layers_to_transform with a target_modules that is a string, which PEFT "
                 "rejects: make target_modules a list",
             )
-        return found
+        return layers
 
     @cached_property
     def _lists(self) -> tuple[str, ...]:
         """Names of the module lists in layers_pattern whose layers are counted; empty means any.
         Raises Refused for anything but plain names.
         """
-        value = self.said.get("layers_pattern") or ()
-        found = (value,) if isinstance(value, str) else tuple(value)
-        for name in found:
+        value = self.config.get("layers_pattern") or ()
+        names = (value,) if isinstance(value, str) else tuple(value)
+        for name in names:
             if re.fullmatch(r"\w+", name) is None:
                 raise gate.refuse(
                     self.file,
                     f"layers_pattern is {name}: it must be the name of a list of layers, such as "
                     "layers",
                 )
-        return found
+        return names
 
     def _layer(self, module: str) -> int | None:
         """Layer number of a module as PEFT counts it: the number behind the first list that the
@@ -207,8 +207,8 @@ class Reach:
         numbered = [i for i in range(1, len(parts) - 1) if parts[i].isdecimal()]
         if not self._lists:  # PEFT has one name at least before that of the list
             return next((int(parts[i]) for i in numbered if i > 1), None)
-        found = (int(parts[i]) for name in self._lists for i in numbered if parts[i - 1] == name)
-        return next(found, None)
+        numbers = (int(parts[i]) for name in self._lists for i in numbered if parts[i - 1] == name)
+        return next(numbers, None)
 
 
 def _has_name(module: str, names: frozenset[str]) -> bool:
@@ -224,9 +224,9 @@ def _match_expression(
     process with limits, as the expression may be someone else's. Raises Refused where it is
     invalid, or takes too much time or memory.
     """
-    given = {"expression": expression, "modules": list(modules)}
+    request = {"expression": expression, "modules": list(modules)}
     # Python's re backtracks: "(a+)+b" takes 2^n steps
-    ended = run_limited(MATCH, given, seconds=SECONDS, memory=MEMORY)
+    ended = run_limited(MATCH, request, seconds=SECONDS, memory=MEMORY)
     if ended.returncode == INVALID:
         raise gate.refuse(
             file,

@@ -36,8 +36,8 @@ FAMILY = "glm-130b"
 
 def ranks(folder: Path) -> dict[int, Path]:
     """Tensor-parallel rank -> its file, of those that exist."""
-    found = {file: RANK.fullmatch(file.name) for file in folder.glob("mp_rank_*")}
-    return {int(named[1]): file for file, named in sorted(found.items()) if named is not None}
+    matches = {file: RANK.fullmatch(file.name) for file in folder.glob("mp_rank_*")}
+    return {int(named[1]): file for file, named in sorted(matches.items()) if named is not None}
 
 
 def is_sat(folder: Path) -> bool:
@@ -56,13 +56,13 @@ def newest(folder: Path) -> Path:
     """
     if ranks(folder):
         return folder
-    said = gate.read_text(folder / LATEST, 64).strip()
-    if not ITERATION.fullmatch(said) or not ranks(folder / said):
+    name = gate.read_text(folder / LATEST, 64).strip()
+    if not ITERATION.fullmatch(name) or not ranks(folder / name):
         raise ValueError(
-            f"{folder / LATEST} names {said!r}, but {folder} has "
+            f"{folder / LATEST} names {name!r}, but {folder} has "
             f"{', '.join(path.name for path in _iterations(folder))}"
         )
-    return folder / said
+    return folder / name
 
 
 @dataclass(frozen=True)
@@ -144,10 +144,10 @@ class Sat(WeightsAlone, Joined):
         for rank, other in enumerate(others, 1):
             if unlike := [name for name in first if name not in other] or [*other.keys() - first]:
                 raise KeyError(f"{self.where}: rank {rank} and rank 0 differ in {unlike[0]}")
-        found = {name: [first[name], *(other[name] for other in others)] for name in first}
-        for name, each in found.items():
+        by_name = {name: [first[name], *(other[name] for other in others)] for name in first}
+        for name, each in by_name.items():
             self._check(entries[name], each)
-        return found
+        return by_name
 
     def _check(self, entry: StoredTensor, each: list[Stored]) -> None:
         """Raises ValueError for a tensor that is unequal over ranks, not of the shape that

@@ -252,10 +252,10 @@ def _format(folder: Path) -> Format:
         if format_.matches(folder):
             return format_
     names = sorted(os.listdir(folder))
-    held = f"holds {', '.join(names[:5])}{' ...' * (len(names) > 5)}" if names else "is empty"
+    content = f"holds {', '.join(names[:5])}{' ...' * (len(names) > 5)}" if names else "is empty"
     # the error lists what would have been recognised
     known = ", nor ".join(format_.title for format_ in FORMATS)
-    raise ValueError(f"{folder} is neither {known}: it {held}")
+    raise ValueError(f"{folder} is neither {known}: it {content}")
 
 
 ROUNDED = (

@@ -45,8 +45,8 @@ def replace_when_complete(target: Path) -> Iterator[tuple[Path, Path]]:
     target.parent.mkdir(parents=True, exist_ok=True)
     prefix = f".{target.name}."
     # next to the target: a rename works within one file system only
-    with TemporaryDirectory(prefix=prefix, suffix=SUFFIX, dir=target.parent) as made:
-        part, words = Path(made) / target.name, Path(made) / "sidecars"
+    with TemporaryDirectory(prefix=prefix, suffix=SUFFIX, dir=target.parent) as temporary:
+        part, words = Path(temporary) / target.name, Path(temporary) / "sidecars"
         part.mkdir()
         words.mkdir()
         yield part, words

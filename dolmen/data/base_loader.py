@@ -155,8 +155,8 @@ class Loader(ABC):
                 "--data.split) is 0; use a larger one, or --data.validation"
             )
         rows = self.rows(ranks)
-        held = of or self.validation
-        return held.batches(self.global_batch_size, max_sequences, rank * rows, rows)
+        held_out = of or self.validation
+        return held_out.batches(self.global_batch_size, max_sequences, rank * rows, rows)
 
     def rows(self, ranks: int) -> int:
         """Sequences of a global batch per data-parallel rank. Raises ValueError where `ranks` does

@@ -126,8 +126,8 @@ class Batch:
         prefix, stay, at, begin = of_token
         index = torch.arange(starts.shape[1]) - starts
         ids = span_positions(index, stay, at, begin)[: model.streams]
-        made = self._reaching(starts + prefix)
-        return replace(made, positions=PositionIds.from_ids(ids.transpose(0, 1)))
+        batch = self._reaching(starts + prefix)
+        return replace(batch, positions=PositionIds.from_ids(ids.transpose(0, 1)))
 
     def _without(self, padding: int, streams: int) -> "Batch":
         """Return the batch with position stream 0 counting no `padding` tokens, which get -1, as
@@ -166,13 +166,13 @@ class Batch:
         if self.weights is None:
             return self.real_tokens
         # float64: sums of 2^24 float32 weights would round
-        given = self.weights.numpy().astype(np.float64)
-        if not np.all(np.isfinite(given) & (given >= 0)):
+        weights = self.weights.numpy().astype(np.float64)
+        if not np.all(np.isfinite(weights) & (weights >= 0)):
             raise ValueError(
-                f"the weights of tokens are {given.min()} to {given.max()}: they must be finite "
-                "and not negative"
+                f"the weights of tokens are {weights.min()} to {weights.max()}: they must be "
+                "finite and not negative"
             )
-        return float(given[self.labels.numpy() != IGNORED].sum())
+        return float(weights[self.labels.numpy() != IGNORED].sum())
 
     def split(self, parts: int) -> list["Batch"]:
         """Split into `parts` batches of consecutive sequences. Raises ValueError where they would

@@ -56,14 +56,14 @@ def tokenizer_folder(
             f"{option} trains on local files only, but {hubs[0]} is not a local file, so it is a "
             "hub id: give the path of your files, or a tokenizer's folder or hub id"
         )
-    if held := [file for source in sources for file in source.indexed]:
+    if tokenised := [file for source in sources for file in source.indexed]:
         raise ValueError(
-            f"{option} trains on text, but {held[0]} is tokenised already: give the folder or hub "
-            "id of its tokenizer"
+            f"{option} trains on text, but {tokenised[0]} is tokenised already: give the folder or "
+            "hub id of its tokenizer"
         )
-    held = identities(validation) if validation else config.validation_fraction
+    held_out = identities(validation) if validation else config.validation_fraction
     files = [identity_of(file) for source in sources for file in source.files]
-    recipe = ["bpe 3", size, held, config.text_field, files]
+    recipe = ["bpe 3", size, held_out, config.text_field, files]
     # what decides the tokenizer: its size, what is held out, the files
     key = hashlib.blake2b(json.dumps(recipe).encode(), digest_size=12).hexdigest()
     folder = config.cache_folder / "tokenizers" / f"bpe-{size}-{key}"
@@ -92,12 +92,12 @@ def _is_complete(folder: Path) -> bool:
 
 def _digest(folder: Path) -> str:
     """XXH3 of the names and bytes of a tokenizer's files, in hexadecimal. Raises Refused."""
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for name, kind in TOKENIZER_FILES.items():
         if (folder / name).exists():
-            found.update(f"{name}\0".encode())
-            found.update(read_bytes(folder / name, kind.size))
-    return found.hexdigest()
+            digest.update(f"{name}\0".encode())
+            digest.update(read_bytes(folder / name, kind.size))
+    return digest.hexdigest()
 
 
 def _texts(
@@ -109,10 +109,10 @@ def _texts(
     """
     tables = [_table(source, config.text_field) for source in sources]
     if validation is None:
-        held = choose_held_out(tables, config.validation_fraction).whole
+        held_out = choose_held_out(tables, config.validation_fraction).whole
     else:
-        held = union([_table(validation, config.text_field)["words"]])
-    outs = [np.isin(table["words"], held) for table in tables]
+        held_out = union([_table(validation, config.text_field)["words"]])
+    outs = [np.isin(table["words"], held_out) for table in tables]
     for source, out in zip(sources, outs, strict=True):
         if validation is not None and out.all():
             raise overlap_error(source.name)

@@ -42,10 +42,10 @@ class ChatLoader(Loader):
         """
         if self.unit == "token":
             return super().validation_share(sequence_length)
-        training, held = len(self.mixture.chosen), len(self.validation.chosen)
+        training, held_out = len(self.mixture.chosen), len(self.validation.chosen)
         # completions per batch: rows hold several
         batch = self.global_batch_size * training / len(self.mixture.rows)
-        return held / (training + held), round(batch)
+        return held_out / (training + held_out), round(batch)
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
         """Return rank `rank`'s rows of global batch `step`."""
@@ -80,12 +80,12 @@ def prepare(
     judge = None
     if inputs.validation is not None:
         judge = open_chats(inputs.validation, config, template, longest, say, progress, verify)
-    training, held = divide(
+    training, held_out = divide(
         examples, judge, config.validation_fraction, config.rows == "pairs", say
     )
     validation_examples = examples if judge is None else judge
     mixture = _rows(examples, training, config, sequence_length, say, seed)
-    validation = _rows(validation_examples, held, config, sequence_length, say, None)
+    validation = _rows(validation_examples, held_out, config, sequence_length, say, None)
     description = _describe(mixture, validation, config)
     details = []
     if say == "end":
@@ -140,15 +140,15 @@ def _describe(mixture: PackedRows, validation: PackedRows, config: DataConfig) -
     match config.rows:
         case "pairs":
             training, *changes = describe_pairs(mixture)
-            held = plural(len(validation.chosen) // 2, "pair")
+            held_out = plural(len(validation.chosen) // 2, "pair")
         case "completions":
             training, changes = describe_completions(mixture), []
-            held = plural(len(validation.chosen) // 2, "completion")
+            held_out = plural(len(validation.chosen) // 2, "completion")
         case _:
             training, *changes = describe_chats(mixture, config)
-            held = f"{plural(len(validation.chosen), 'chat')}, {validation.tokens:,} tokens"
+            held_out = f"{plural(len(validation.chosen), 'chat')}, {validation.tokens:,} tokens"
     none = "none (--data.validation-fraction is 0)"
-    return Description(training, held if len(validation.chosen) else none, tuple(changes))
+    return Description(training, held_out if len(validation.chosen) else none, tuple(changes))
 
 
 def _describe_padding(tokenizer: PreTrainedTokenizer) -> str:
@@ -228,18 +228,18 @@ def divide(
     useful = np.flatnonzero(_useful(examples, pairs, say))
     hashes = _hashes(examples, pairs)[useful]
     if judge is not None:
-        held = np.flatnonzero(_useful(judge, pairs, say))
+        held_out = np.flatnonzero(_useful(judge, pairs, say))
         # copies of validation examples are not trained on
         training = useful[~np.isin(hashes, _hashes(judge, pairs))]
     elif not fraction:
-        training, held = useful, useful[:0]
+        training, held_out = useful, useful[:0]
     else:
         # a uniform 64-bit hash is below fraction x 2^64 with probability `fraction`
         selected = hashes < np.uint64(int(fraction * 2**64))
         if not selected.any():
             # at least one example, always the same
             selected = hashes == hashes.min(initial=2**64 - 1)
-        training, held = useful[~selected], useful[selected]
+        training, held_out = useful[~selected], useful[selected]
     if not len(training):
         kind, all_of = ("pair", len(examples) // 2) if pairs else ("chat", len(examples))
         equal = " or are two equal completions" if pairs else ""
@@ -249,7 +249,7 @@ def divide(
             f"({examples.longest}){equal}, {len(useful):,} are held out): give more, or set "
             "--train.sequence-length or --data.validation-fraction"
         )
-    return training, held
+    return training, held_out
 
 
 def _useful(examples: Examples, pairs: bool, say: Say) -> np.ndarray:
@@ -308,9 +308,9 @@ def pairs_of(
     """
     # examples 2 i and 2 i + 1 are chosen and rejected
     both = np.stack((2 * pairs, 2 * pairs + 1), 1).reshape(-1)
-    said = {SIDE: np.tile(np.array([1, -1], np.float32), len(examples) // 2)}
+    numbers = {SIDE: np.tile(np.array([1, -1], np.float32), len(examples) // 2)}
     if examples.said.any():
-        said[MARGIN] = examples.said
+        numbers[MARGIN] = examples.said
     return PackedRows(
         examples,
         both,
@@ -319,7 +319,7 @@ def pairs_of(
         together=2,
         say=say,
         seed=seed,
-        said=said,
+        said=numbers,
     )
 
 
@@ -337,9 +337,9 @@ def completions_of(
         )
     whole = append_unrelated(examples, chosen)
     both = np.stack((chosen, len(examples) + np.arange(len(chosen))), 1).reshape(-1)
-    said = {SIDE: whole.said}
+    numbers = {SIDE: whole.said}
     return PackedRows(
-        whole, both, sequence_length, packing=packing, together=2, seed=seed, said=said
+        whole, both, sequence_length, packing=packing, together=2, seed=seed, said=numbers
     )
 
 

@@ -100,12 +100,12 @@ class Corpus:
         bases = np.cumsum([0] + [len(tokens) for tokens in self.memory])
         # positions of last tokens
         at = self.offsets[1:] - 1
-        found = np.empty(len(at), np.int64)
+        last = np.empty(len(at), np.int64)
         for tokens, base, stop in zip(self.memory, bases, bases[1:], strict=False):
             # last tokens that lie in this array
             here = (at >= base) & (at < stop)
-            found[here] = tokens[at[here] - base]
-        return found
+            last[here] = tokens[at[here] - base]
+        return last
 
     def file(self, index: int) -> Path | None:
         """File that document `index` is all of; None for one that is a row of a file or data

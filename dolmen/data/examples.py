@@ -165,15 +165,15 @@ def _sharegpt_messages(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     """Messages of the ShareGPT form, its speakers mapped to roles. Raises Refused for an unknown
     speaker.
     """
-    made = []
+    messages = []
     for turn in row["conversations"]:
         role = SPEAKERS.get(turn["from"].lower())
         if role is None:
             raise gate.refuse(
                 where, f"`from` is {turn['from']!r}: {choices(turn['from'], SPEAKERS)}"
             )
-        made.append({"role": role, "content": turn.get("value") or ""})
-    return made
+        messages.append({"role": role, "content": turn.get("value") or ""})
+    return messages
 
 
 def _alpaca_messages(row: dict[str, Any], where: str) -> list[dict[str, Any]]:

@@ -38,9 +38,9 @@ def open_indexed(
     """Open Megatron's data set `file` (.bin) as a corpus; its documents are hashed once, into the
     cache. Raises ValueError for tokens that are not below `vocab_size`, or not text.
     """
-    found = check_indexed(file, option)
+    content = check_indexed(file, option)
     # sequences that begin a document
-    bounds = found.offsets[found.documents]
+    bounds = content.offsets[content.documents]
     # a document without tokens is none
     offsets = np.append(bounds[:-1][bounds[1:] > bounds[:-1]], bounds[-1:])
     origin = {
@@ -52,9 +52,11 @@ def open_indexed(
 
     def build(part: Path) -> None:
         """Hash all documents into a new cache folder."""
-        title = f"hashing the documents of {file}: {found.tokens.nbytes / 1e6:,.1f} MB"
-        with bar(title, found.tokens.nbytes, progress) as reach:
-            hashes, largest = hash_documents(file, found.tokens, offsets, vocab_size, option, reach)
+        title = f"hashing the documents of {file}: {content.tokens.nbytes / 1e6:,.1f} MB"
+        with bar(title, content.tokens.nbytes, progress) as reach:
+            hashes, largest = hash_documents(
+                file, content.tokens, offsets, vocab_size, option, reach
+            )
         table = np.zeros(len(hashes), DOCUMENT)
         # 4 bytes per token stand for its text, whose size is unknown
         table["bytes"], table["file"] = 4 * np.diff(offsets), -1
@@ -62,11 +64,11 @@ def open_indexed(
         np.save(part / "documents.npy", table)
         index = {
             **origin,
-            "tokens": len(found.tokens),
+            "tokens": len(content.tokens),
             "largest": largest,
             "documents": len(hashes),
             "different": len(np.unique(hashes)),
-            "unended": int(np.count_nonzero(found.tokens[offsets[1:] - 1] != end_of_text)),
+            "unended": int(np.count_nonzero(content.tokens[offsets[1:] - 1] != end_of_text)),
             "content": hashlib.blake2b(hashes.tobytes(), digest_size=8).hexdigest(),
         }
         write_index(part, FORM, index)
@@ -79,8 +81,8 @@ def open_indexed(
     return Corpus(
         str(file),
         (),
-        [found.tokens],
-        [found.offsets],
+        [content.tokens],
+        [content.offsets],
         offsets,
         np.load(folder / "documents.npy", mmap_mode="r"),
         np.zeros(0, SEAM),
@@ -95,21 +97,21 @@ def check_indexed(file: Path, option: str) -> indexed.Indexed:
     """Open a .bin and its .idx without reading tokens. Raises ValueError where it is empty, has
     floats, or sequences of another modality.
     """
-    found = indexed.read(file)
-    if not len(found.tokens):
-        raise ValueError(f"{option} {file}: no tokens in {len(found.lengths):,} sequences")
-    if found.tokens.dtype.kind == "f":
+    index = indexed.read(file)
+    if not len(index.tokens):
+        raise ValueError(f"{option} {file}: no tokens in {len(index.lengths):,} sequences")
+    if index.tokens.dtype.kind == "f":
         raise ValueError(
-            f"{option} {file} has dtype {found.tokens.dtype.name}, but token ids are integers"
+            f"{option} {file} has dtype {index.tokens.dtype.name}, but token ids are integers"
         )
-    if found.modes is not None and found.modes.any():
+    if index.modes is not None and index.modes.any():
         # Megatron marks other modalities by a mode per sequence
-        at = int(np.argmax(found.modes != 0))
+        at = int(np.argmax(index.modes != 0))
         raise ValueError(
-            f"{option} {file}: sequence {at} has mode {found.modes[at]}: only sequences of mode 0 "
+            f"{option} {file}: sequence {at} has mode {index.modes[at]}: only sequences of mode 0 "
             "(text) are supported"
         )
-    return found
+    return index
 
 
 def hash_documents(

@@ -38,15 +38,15 @@ def tokenize(config: TokenizeConfig, progress: bool = True) -> Tokenized:
     file = name if name.suffix == indexed.BIN else name.with_name(name.name + indexed.BIN)
     indexed.check_free(file)
     data = DataConfig(**asdict(config.data), validation_fraction=0)
-    found = check_inputs(data, None, None, sequence_length=0, progress=progress)
-    if found.sources[0].weight is not None:
+    inputs = check_inputs(data, None, None, sequence_length=0, progress=progress)
+    if inputs.sources[0].weight is not None:
         raise ValueError(
             "--data.path: weights are for training mixtures; all text is written: leave them out"
         )
-    (source,) = found.sources
+    (source,) = inputs.sources
     # through the token cache: a later run with the same text is ready
-    corpus = open_corpus(source, data, found, progress)
-    dtype = indexed.dtype_of(vocabulary_size(found.tokenizer))
+    corpus = open_corpus(source, data, inputs, progress)
+    dtype = indexed.dtype_of(vocabulary_size(inputs.tokenizer))
     bounds = boundaries(corpus)
     file.parent.mkdir(parents=True, exist_ok=True)
     # which sequences begin a document

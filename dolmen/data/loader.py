@@ -106,12 +106,12 @@ class InOrder:
             ]
             yield self._batch(np.stack([self.window(number) for number in numbers]), numbers)
 
-    def _batch(self, made: np.ndarray, numbers: list[int]) -> Batch:
+    def _batch(self, rows: np.ndarray, numbers: list[int]) -> Batch:
         """Make a batch of windows, masked if the model is a masked LM; `numbers` name them for its
         seed.
         """
         if self.cloze is None:
-            return Batch.from_windows(made, self.boundary)
+            return Batch.from_windows(rows, self.boundary)
 
         def other(row: int) -> np.ndarray:
             """Return another text, for next-sentence prediction: the window half of all windows
@@ -119,7 +119,7 @@ class InOrder:
             """
             return self.window((numbers[row] + self.windows // 2) % self.windows)
 
-        return self.cloze.batch(made, [f"held out {number}" for number in numbers], other)
+        return self.cloze.batch(rows, [f"held out {number}" for number in numbers], other)
 
     def window(self, index: int) -> np.ndarray:
         """Return window `index`, int64 [sequence_length + 1], with IGNORED behind the last
@@ -192,14 +192,15 @@ class TextLoader(Loader):
             return {}
         length = self.mixture.sequence_length
         return {
-            held.name: InOrder((held,), length, self.boundary, self.cloze) for held in self.held_out
+            split.name: InOrder((split,), length, self.boundary, self.cloze)
+            for split in self.held_out
         }
 
     @property
     def validation_files(self) -> tuple[Path, ...]:
         """The held-out files, or () if some held-out document is not a whole file."""
-        whole = all(held.files for held in self.held_out)
-        return tuple(file for held in self.held_out for file in held.files) if whole else ()
+        whole = all(split.files for split in self.held_out)
+        return tuple(file for split in self.held_out for file in split.files) if whole else ()
 
 
 def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
@@ -236,7 +237,7 @@ def load(
     judge = None
     if inputs.validation is not None:
         judge = open_corpus(inputs.validation, config, inputs, progress, verify)
-    divisions, held = divide_corpora(config, inputs, corpora, judge)
+    divisions, held_out = divide_corpora(config, inputs, corpora, judge)
     cloze = make_cloze(config, inputs, sequence_length, seed, model)
     # tokens of text per sample; a window has one more
     window = sequence_length if cloze is None else cloze.text - 1
@@ -262,11 +263,11 @@ def load(
     }
     return TextLoader(
         mixture,
-        tuple(held),
+        tuple(held_out),
         global_batch_size,
         inputs.tokenizer,
         inputs.end_of_text,
-        describe(mixture, corpora, held, [*left_out, *kept_out], config),
+        describe(mixture, corpora, held_out, [*left_out, *kept_out], config),
         identity,
         config.document_mask,
         cloze,
@@ -348,7 +349,7 @@ def amount(corpus: Corpus) -> str:
 def describe(
     mixture: Order,
     corpora: list[Corpus],
-    held: list[ValidationSplit],
+    held_out: list[ValidationSplit],
     changes: list[str],
     config: DataConfig,
 ) -> Description:
@@ -379,7 +380,7 @@ def describe(
     zero = f"split is {config.shares}" if config.order == "megatron" else "validation-fraction is 0"
     return Description(
         training,
-        "; ".join(out.note for out in held) or f"none (--data.{zero})",
+        "; ".join(out.note for out in held_out) or f"none (--data.{zero})",
         tuple(changes),
         tuple(sources) if len(sources) > 1 else (),
     )

@@ -68,13 +68,15 @@ class Cloze:
         seeded by each row's name. `other(row)` returns an unrelated text, the second one of half of
         the pairs.
         """
-        made = [self._row(row, text, names[row], other) for row, text in enumerate(texts)]
-        tokens, labels, types, ends, said = (np.stack(one) for one in zip(*made, strict=True))
+        encoded = [self._row(row, text, names[row], other) for row, text in enumerate(texts)]
+        tokens, labels, types, ends, following = (
+            np.stack(one) for one in zip(*encoded, strict=True)
+        )
         index = np.broadcast_to(np.arange(self.sequence_length), tokens.shape)
         # padding is a document of its own, which no text sees
         starts = np.where(index < ends[:, None], 0, ends[:, None])
         follows = np.zeros(tokens.shape, np.float32)
-        follows[:, 0] = said
+        follows[:, 0] = following
         return Batch(
             torch.from_numpy(tokens),
             torch.from_numpy(labels),
@@ -91,7 +93,7 @@ class Cloze:
         """
         # by name: the same masks on any rank and after a resume
         chance = np.random.default_rng(seed_of(self.seed, "cloze", str(name)))
-        first, said = text[text != IGNORED], np.float32(0)
+        first, following = text[text != IGNORED], np.float32(0)
         parts = [first]
         if self.pairs and len(first) > 1:
             # between a quarter and three quarters of the text
@@ -99,7 +101,7 @@ class Cloze:
             follows = chance.random() < 0.5
             # a negative has the same length: it cannot be told by that
             second = first[cut:] if follows else other(row)[cut : len(first)]
-            parts, said = [first[:cut], second], np.float32(1 if follows else -1)
+            parts, following = [first[:cut], second], np.float32(1 if follows else -1)
         tokens, labels = (np.full(self.sequence_length, fill) for fill in (self.padding, IGNORED))
         # `end`: where the next text goes, and at last where padding begins
         types, end = np.zeros(self.sequence_length, np.int64), 1
@@ -115,7 +117,7 @@ class Cloze:
         tokens[chosen] = np.select(
             [chances < MASKED, chances < RANDOM], [self.mask, random], tokens[chosen]
         )
-        return tokens, labels, types, np.int64(end), said
+        return tokens, labels, types, np.int64(end), following
 
     def _choose_tokens(self, tokens: Text, chance: np.random.Generator) -> Text:
         """Sorted indices of the tokens to predict: whole words in random order, up to `fraction` of
@@ -128,12 +130,12 @@ class Cloze:
         words = np.split(np.arange(len(tokens)), np.flatnonzero(word_starts)[1:])
         # not special tokens
         words = [word for word in words if masked[word[0]]]
-        left, found = max(1, round(self.fraction * int(masked.sum()))), []
+        left, chosen = max(1, round(self.fraction * int(masked.sum()))), []
         for i in chance.permutation(len(words)):
             if len(words[i]) <= left:
-                found.append(words[i])
+                chosen.append(words[i])
                 left -= len(words[i])
-        return np.sort(np.concatenate(found)) if found else np.empty(0, np.int64)
+        return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, np.int64)
 
 
 def cloze_for_tokenizer(

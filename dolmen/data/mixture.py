@@ -278,5 +278,5 @@ def scramble(value: np.ndarray) -> np.ndarray:
 
 def normal(weights: Sequence[float]) -> list[float]:
     """Divide weights by their sum, in float64 as numpy rounds it (Megatron does so)."""
-    given = np.array(weights, np.float64)
-    return (given / np.sum(given)).tolist()
+    shares = np.array(weights, np.float64)
+    return (shares / np.sum(shares)).tolist()

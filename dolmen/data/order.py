@@ -124,7 +124,7 @@ def data_sets(config: DataConfig, sources: Sequence[DataSource]) -> Sequence[Dat
     """
     if config.order == "dolmen":
         return sources
-    found = []
+    sets = []
     for source in sources:
         parts = [source.only_text()] if source.text and source.indexed else []
         parts += [source.only(file) for file in source.indexed]
@@ -133,8 +133,8 @@ def data_sets(config: DataConfig, sources: Sequence[DataSource]) -> Sequence[Dat
                 f"--data.path {float(source.weight):g}:{source.name} is {len(parts)} data sets, "
                 "but --data.order megatron needs a weight for each: list them one by one"
             )
-        found += parts or [source]
-    return found
+        sets += parts or [source]
+    return sets
 
 
 APART = 0.80  # of an epoch

@@ -200,12 +200,12 @@ class PackedRows:
 
     def read(self, first: int, count: int) -> list[list[int]]:
         """Rows (lists of example indices) of samples first .. first + count - 1."""
-        units, found = len(self.rows) // self.together, []
+        units, rows = len(self.rows) // self.together, []
         for sample in range(first, first + count):
             # rows of a pair are consecutive samples: the same microbatch sees both
             unit, row = divmod(sample, self.together)
-            found.append(self.rows[shuffle_row(unit, units, self.seed) * self.together + row])
-        return found
+            rows.append(self.rows[shuffle_row(unit, units, self.seed) * self.together + row])
+        return rows
 
     def batches(
         self,
@@ -225,8 +225,8 @@ class PackedRows:
             for row in range(together)
         ]
         for first in range(first_row, -(-len(picked) // batch_size) * batch_size, batch_size):
-            made = picked[first : first + rows]
-            yield self.batch(made + [[]] * (rows - len(made)))
+            selected = picked[first : first + rows]
+            yield self.batch(selected + [[]] * (rows - len(selected)))
 
     def documents(self, first: int, count: int) -> list[str]:
         """Describe which examples samples first .. first + count - 1 hold, one line each."""
@@ -265,13 +265,13 @@ class PackedRows:
                 end = here.stop
             # padding is a document of its own
             starts[row, end:] = end
-        made = Batch(
+        batch = Batch(
             torch.from_numpy(tokens),
             torch.from_numpy(labels),
             Documents.from_starts(torch.from_numpy(starts)),
         ).add_positions(1)
-        made = replace(made, numbers={n: torch.from_numpy(one) for n, one in numbers.items()})
-        return replace(made, weights=torch.from_numpy(weights)) if self.weighted else made
+        batch = replace(batch, numbers={n: torch.from_numpy(one) for n, one in numbers.items()})
+        return replace(batch, weights=torch.from_numpy(weights)) if self.weighted else batch
 
     def _encode_example(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Input tokens of an example, their labels (IGNORED where not trained) and loss weights."""

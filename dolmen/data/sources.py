@@ -107,8 +107,8 @@ class Found:
         """Return lines about what was left out: folders that dolmen wrote, and counts of skipped
         files by kind with their share of the bytes.
         """
-        found = [f"{folder} ({why})" for folder, why in sorted(self.folders.items()) if why]
-        folders = found[:4] + ([f"{len(found) - 4} more such folders"] if len(found) > 4 else [])
+        notes = [f"{folder} ({why})" for folder, why in sorted(self.folders.items()) if why]
+        folders = notes[:4] + ([f"{len(notes) - 4} more such folders"] if len(notes) > 4 else [])
         kinds = [f"{count:,} {kind}" for kind, count in self.skipped.most_common(6) if count]
         share = self.bytes_skipped / max(1, self.bytes_read + self.bytes_skipped)
         size = f", {share:.1%} of the bytes" if self.bytes_skipped else ""
@@ -215,16 +215,16 @@ def gather(
     """
     files, hubs, left_out = [], [], []
     for entry in entries:
-        found = entry_files(entry, option, cache)
-        hubs += [entry] if found is None else []
-        files += found.files if found else ()
-        left_out += found.notes() if found else ()
+        matched = entry_files(entry, option, cache)
+        hubs += [entry] if matched is None else []
+        files += matched.files if matched else ()
+        left_out += matched.notes() if matched else ()
     files = list(dict.fromkeys(files))  # two globs may name one file
     tokens = tuple(file for file in files if file.suffix == BIN)
     files = [file for file in files if file.suffix != BIN]
     if files and not hubs and not tokens and not any(file.stat().st_size for file in files):
-        found = plural(len(files), "file")
-        raise ValueError(f"{option} {', '.join(entries[:3])}: {found} with 0 bytes")
+        matched = plural(len(files), "file")
+        raise ValueError(f"{option} {', '.join(entries[:3])}: {matched} with 0 bytes")
     name = ", ".join(entries[:3]) + (f" and {len(entries) - 3} more" if len(entries) > 3 else "")
     return DataSource(name, weight, tuple(files), tuple(hubs), tuple(left_out), tokens, option)
 
@@ -249,18 +249,18 @@ def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
         if is_hub_id(entry):
             return None
         raise FileNotFoundError(f"{option} {entry}: no such file or folder")
-    found = Found(entry)
+    files = Found(entry)
     if path.is_dir():
-        found.walk(path, cache)
+        files.walk(path, cache)
     else:
-        found.match(path, cache)
-    if not found.files:
-        notes = "".join(f"; skipped: {note}" for note in found.notes())
+        files.match(path, cache)
+    if not files.files:
+        notes = "".join(f"; skipped: {note}" for note in files.notes())
         raise FileNotFoundError(
-            f"{option} {entry}: {plural(found.seen, 'file')}, none readable{notes}; {SUPPORTED}"
+            f"{option} {entry}: {plural(files.seen, 'file')}, none readable{notes}; {SUPPORTED}"
         )
-    found.files.sort()
-    return found
+    files.files.sort()
+    return files
 
 
 def named_indexed(path: Path) -> Path | None:

@@ -135,17 +135,17 @@ def write_index(
 
 def identity_of(file: Path) -> list:
     """[path, bytes, modification time, change time] of a file; times in ns."""
-    found = file.stat()
-    return [str(file), found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    status = file.stat()
+    return [str(file), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def file_digest(file: Path) -> str:
     """XXH3 (128 bits, hexadecimal) of a file's content."""
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     with open(file, "rb") as content:
         while block := content.read(1 << 22):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def digest_of(index: Mapping[str, Any]) -> str:

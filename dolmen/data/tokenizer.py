@@ -250,8 +250,8 @@ def encoder(tokenizer: PreTrainedTokenizer) -> Callable[[str], np.ndarray]:
     def encode(text: str) -> np.ndarray:
         """Token ids of a text."""
         with tokenizer_files.refused_by_name("--data.tokenizer"):
-            found = backend.encode_batch_fast([text], add_special_tokens=False)[0]
-        return np.array(found.ids, dtype)
+            encoding = backend.encode_batch_fast([text], add_special_tokens=False)[0]
+        return np.array(encoding.ids, dtype)
 
     return encode
 

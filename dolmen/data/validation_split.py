@@ -150,11 +150,11 @@ def split_of(text: str, count: int) -> list[tuple[int, int]]:
             f"data.split is {text!r}: it must be the ratio of training, validation and test "
             "data, such as 969,30,1"
         )
-    given = [float(word) for word in words] + [0.0] * (3 - len(words))
-    if not given[0]:
+    shares = [float(word) for word in words] + [0.0] * (3 - len(words))
+    if not shares[0]:
         raise ValueError(f"data.split {text} leaves nothing to train on: its first number is 0")
     marks = [0.0]
-    for share in normal(given):
+    for share in normal(shares):
         marks.append(marks[-1] + share)
     # rounded as Megatron does, so that the split is the same
     rounded = [int(round(mark * float(count))) for mark in marks]
@@ -284,9 +284,9 @@ def hold_out(
     endings: dict[int, Ending] = {}
     for exact in choice.cut:
         source, corpus, copies = next(
-            (source, corpus, found)
+            (source, corpus, matches)
             for source, corpus in zip(sources, corpora, strict=True)
-            if len(found := np.flatnonzero(corpus.documents["hash"] == exact))
+            if len(matches := np.flatnonzero(corpus.documents["hash"] == exact))
         )
         endings[exact] = ending(corpus, source, int(copies[0]), fraction, tokenizer, text_field)
     return divide_sources(corpora, choice, endings, ", chosen by a hash of their text")

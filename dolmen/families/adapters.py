@@ -102,12 +102,12 @@ def _module_weights(model: Model) -> dict[str, set[str]]:
     """Return last part of a module's name in transformers (q_proj) -> our full names of its
     weights, of all that can have an adapter.
     """
-    leaves, found = model.spec.leaves, dict[str, set[str]]()
+    leaves, weights = model.spec.leaves, dict[str, set[str]]()
     for stored, entry in weight_map(model).entries.items():
         ours = {name for name in entry.ours if leaves[name].role in ADAPTED}
         if ours:
-            found.setdefault(_module_name(stored), set()).update(ours)
-    return found
+            weights.setdefault(_module_name(stored), set()).update(ours)
+    return weights
 
 
 def _module_name(stored: str) -> str:

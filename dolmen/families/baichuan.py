@@ -37,8 +37,8 @@ def assume_variant(config: Mapping[str, Any]) -> dict[str, str]:
     # 7B states max_position_embeddings, 13B model_max_length
     short, long = (config[name] is not None for name in LONGEST)
     alibi = long and not short or config["hidden_size"] >= WIDE
-    found = {"head": HEADS[second], "positions": POSITIONS[alibi]}
-    return {name: value for name, value in found.items() if config[name] is None}
+    variant = {"head": HEADS[second], "positions": POSITIONS[alibi]}
+    return {name: value for name, value in variant.items() if config[name] is None}
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
@@ -50,16 +50,16 @@ def read(config: dict[str, Any]) -> ModelSpec:
             f"z_loss_weight is {config['z_loss_weight']}: max-z loss is not supported; set "
             "--model.z-loss-weight 0"
         )
-    said = {**config, **assume_variant(config)}
+    stated = {**config, **assume_variant(config)}
     heads, size = config["num_attention_heads"], common.head_size(config, FIELDS)
-    positions = AlibiSpec() if said["positions"] == "alibi" else RopeSpec(size)
+    positions = AlibiSpec() if stated["positions"] == "alibi" else RopeSpec(size)
     mixer = AttentionSpec(heads, heads, size, positions=positions)
     block = BlockSpec(mixer, llama.dense_mlp(config), llama.rms_norm(config))
     longest = next((config[name] for name in LONGEST if config[name] is not None), 4096)
     spec = common.make_spec(
         {**config, LONGEST[0]: longest}, FIELDS, [block] * config["num_hidden_layers"]
     )
-    return replace(spec, head=replace(spec.head, normalised=said["head"] == "normalised"))
+    return replace(spec, head=replace(spec.head, normalised=stated["head"] == "normalised"))
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:

@@ -83,11 +83,11 @@ def differences(one: ModelSpec, other: ModelSpec) -> list[tuple[str, Any, Any]]:
         return []
     a, b = _flatten_spec(one), _flatten_spec(other)
     # a value that one spec lacks is None there
-    found = {n: (a.get(n), b.get(n)) for n in {**a, **b} if a.get(n) != b.get(n)}
+    unequal = {n: (a.get(n), b.get(n)) for n in {**a, **b} if a.get(n) != b.get(n)}
     return [
         (_display_name(name), *pair)
-        for name, pair in found.items()
-        if not _is_inside_difference(name, found)
+        for name, pair in unequal.items()
+        if not _is_inside_difference(name, unequal)
     ]
 
 

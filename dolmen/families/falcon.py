@@ -129,14 +129,14 @@ def _kv_heads(config: dict[str, Any]) -> int:
     """Return the number of key-value heads: num_kv_heads in the new architecture, otherwise 1
     (multi_query) or one per query head. Raises ValueError if num_kv_heads contradicts that.
     """
-    heads, given = config["num_attention_heads"], config["num_kv_heads"]
+    heads, stated = config["num_attention_heads"], config["num_kv_heads"]
     if config["new_decoder_architecture"]:
-        return given or heads
+        return stated or heads
     # 7B: one key-value head for 71 queries
     used = 1 if config["multi_query"] else heads
-    if given not in (None, used, heads):  # transformers writes `heads`, and does not read it
+    if stated not in (None, used, heads):  # transformers writes `heads`, and does not read it
         raise ValueError(
-            f"num_kv_heads is {given}, but without new_decoder_architecture and with multi_query "
+            f"num_kv_heads is {stated}, but without new_decoder_architecture and with multi_query "
             f"{config['multi_query']} there are {used}: leave it out, or set "
             f"{flag('new_decoder_architecture')}"
         )

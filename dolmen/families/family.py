@@ -258,13 +258,13 @@ class Family:
         """Every name of a field (its own, aliases, and those for the command line) -> its own name;
         for a field inside another one, `rope_parameters.factor`.
         """
-        found = names(self.fields)
+        mapping = names(self.fields)
         for one in self.fields:
             for inner in one.nested:
                 path = f"{one.name}.{inner.name}"
                 # rope_parameters.factor, rope.factor -> rope_parameters.factor
-                found |= dict.fromkeys((path, *inner.common), path)
-        return found
+                mapping |= dict.fromkeys((path, *inner.common), path)
+        return mapping
 
 
 def names(fields: Iterable[Field]) -> dict[str, str]:

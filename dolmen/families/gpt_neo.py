@@ -103,10 +103,10 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
             f"{TYPES} and {LAYERS} have {plural(number, 'layer')}, but num_layers is {layers}: "
             f"set {flag(LAYERS)} to one per layer"
         )
-    found = [kind for pattern, times in types for _ in range(times) for kind in pattern]
-    if each not in (None, found):
+    kinds = [kind for pattern, times in types for _ in range(times) for kind in pattern]
+    if each not in (None, kinds):
         raise ValueError(f"{LAYERS} contradicts {TYPES}: state only one of them")
-    return found
+    return kinds
 
 
 def read_gpt_neo(config: dict[str, Any]) -> ModelSpec:

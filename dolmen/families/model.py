@@ -167,11 +167,11 @@ class Model(CustomValue):
                 "the quantization_config, if the method has it)"
             )
         # fields that `read` handles have their own checks
-        given, read = canonical_names(family, config), {field.name for field in family.fields}
+        stated, read = canonical_names(family, config), {field.name for field in family.fields}
         for name, allowed in {**ONLY, **family.only}.items():
-            if name not in read and name in given and given[name] not in allowed:
+            if name not in read and name in stated and stated[name] not in allowed:
                 raise ValueError(
-                    f"{name} is {brief(given[name])}: dolmen's {family.name} supports only "
+                    f"{name} is {brief(stated[name])}: dolmen's {family.name} supports only "
                     f"{allowed[0]!r}"
                 )
 
@@ -214,11 +214,14 @@ def explicit_fields(model: Model) -> dict[str, Any]:
     """Return every field that the family reads with an explicit value: none absent and none derived
     from others, under its own name and in transformers 5's spelling.
     """
-    said, found = fill_defaults(model.family, model.config), model.family.write(model.spec)
+    stated, written = fill_defaults(model.family, model.config), model.family.write(model.spec)
     for one in model.family.fields:
         if one.ours and one.nested:  # states more than the spec keeps
-            found[one.name] = {**(said[one.name] or {}), **(found.get(one.name) or {})} or None
-    return {**said, **found}
+            written[one.name] = {
+                **(stated[one.name] or {}),
+                **(written.get(one.name) or {}),
+            } or None
+    return {**stated, **written}
 
 
 def model_from_spec(
@@ -238,9 +241,9 @@ def model_from_spec(
             Model(nest_own_fields(family, {**own, **deepcopy(dict(carried or {}))}))
         )
         # what the family cannot say would be lost silently: compare with what it reads back
-        if found := differences(spec, model.spec):
+        if lost := differences(spec, model.spec):
             raise ValueError(
-                "; ".join(f"{n} = {a} (it would read back as {b})" for n, a, b in found)
+                "; ".join(f"{n} = {a} (it would read back as {b})" for n, a, b in lost)
             )
     except ValueError as error:
         raise ValueError(
@@ -349,14 +352,14 @@ def edit(
     if context is not None:
         # RoBERTa: the field counts pad_token_id + 1 rows that no position uses
         fields["max_position_embeddings"] = context + _rows_before(model)
-    made = replace_fields(
+    edited = replace_fields(
         model, {names[n]: value for n, value in fields.items() if value is not None}
     )
     beside: dict[str, Any] = {**special}
     if dtype is not None:
         stated = [name for name in ("dtype", "torch_dtype") if name in model.config] or ["dtype"]
         beside |= dict.fromkeys(stated, dtype)
-    return Model({**made.config, **beside}) if beside else made
+    return Model({**edited.config, **beside}) if beside else edited
 
 
 def with_scalar_head(model: Model) -> Model:
@@ -409,6 +412,6 @@ def _remote_code_files(auto_map: Mapping[str, Any]) -> set[str]:
     "x/y--modeling_x.Class".
     """
     classes = [
-        name for given in auto_map.values() for name in (given if type(given) is list else [given])
+        name for value in auto_map.values() for name in (value if type(value) is list else [value])
     ]
     return {name.split("--")[-1].split(".")[0] for name in classes if name is not None}

@@ -215,18 +215,18 @@ def entries(
     `shapes`; `layers`: number of layers that "{}" stands for. Raises KeyError, naming three, for
     parameters that no rule makes, and ValueError if a fused tensor cannot hold the model's.
     """
-    found: dict[str, StoredTensor] = {}
+    by_name: dict[str, StoredTensor] = {}
     for rule in rules:
         # rules without "{}" are of modules outside the layers
         for layer in range(layers if "{}" in rule.hf else 1):
             for kind in ("weight", "bias"):
-                found |= {entry.hf: entry for entry in _layer_entries(rule, layer, kind, shapes)}
+                by_name |= {entry.hf: entry for entry in _layer_entries(rule, layer, kind, shapes)}
     # an export writes tensors in the order of the model
     order = {name: i for i, name in enumerate(shapes)}
-    made = {name for entry in found.values() for name in entry.ours}
-    if left := [name for name in shapes if name not in made]:
+    covered = {name for entry in by_name.values() for name in entry.ours}
+    if left := [name for name in shapes if name not in covered]:
         raise KeyError(f"{len(left)} parameters have no weight rule in the family, e.g. {left[:3]}")
-    return dict(sorted(found.items(), key=lambda item: order[item[1].ours[0]]))
+    return dict(sorted(by_name.items(), key=lambda item: order[item[1].ours[0]]))
 
 
 def _layer_entries(

@@ -56,11 +56,11 @@ def special_ids(config: Mapping[str, Any], **fields: str) -> dict[str, int | Non
     or else from the family's own fields, `fields` being key -> name of the field.
     """
     own = config[SPECIAL_TOKENS.name] or {}
-    found = {name: own.get(name) for name in NAMES}
+    ids = {name: own.get(name) for name in NAMES}
     for name, field in fields.items():
-        if found[name] is None:
-            found[name] = config[field]
-    return found
+        if ids[name] is None:
+            ids[name] = config[field]
+    return ids
 
 
 def special_tokens_field(ids: Mapping[str, int | None]) -> dict[str, Any]:
@@ -101,13 +101,13 @@ def ids_in_vocabulary(vocabulary: Mapping[str, int]) -> dict[str, int]:
     """Return key -> id of the special tokens that a vocabulary contains under one of their
     NAMES.
     """
-    found = {}
+    known = {}
     for key, names in NAMES.items():
         # the first name that the tokenizer has
         ids = [vocabulary[name] for name in names if name in vocabulary]
         if ids:
-            found[key] = ids[0]
-    return found
+            known[key] = ids[0]
+    return known
 
 
 def add_special_ids(model: Model, specified: Ids, vocabulary: Callable[[], Ids]) -> Model:
@@ -119,11 +119,11 @@ def add_special_ids(model: Model, specified: Ids, vocabulary: Callable[[], Ids])
         return model
     known = ids_of(model)
     # later ones win
-    found = {**ids_in_vocabulary(vocabulary()), **known, **specified}
-    if found == known:
+    ids = {**ids_in_vocabulary(vocabulary()), **known, **specified}
+    if ids == known:
         return model
     own = model.config.get(RESERVED, {})
-    return Model({**model.config, RESERVED: {**own, SPECIAL_TOKENS.name: found}})
+    return Model({**model.config, RESERVED: {**own, SPECIAL_TOKENS.name: ids}})
 
 
 def frame_prompt(model: Model, tokens: list[int]) -> list[int]:
@@ -150,8 +150,8 @@ def end_token_ids(ids: Ids) -> set[int]:
 
 def ids_of(model: Model) -> Ids:
     """Return key -> id of the special tokens that a model's spec and its dolmen fields state."""
-    blanks, found = model.spec.blanks, {}
+    blanks, ids = model.spec.blanks, {}
     if blanks is not None:
-        found = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}
-    found |= model.config.get(RESERVED, {}).get(SPECIAL_TOKENS.name) or {}
-    return {name: token for name, token in found.items() if token is not None}
+        ids = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}
+    ids |= model.config.get(RESERVED, {}).get(SPECIAL_TOKENS.name) or {}
+    return {name: token for name, token in ids.items() if token is not None}

@@ -64,13 +64,13 @@ def option_fields(family: Family) -> dict[str, Field]:
     """Return the fields of a family that are command-line options, by path:
     `rope_parameters.factor` for one inside another.
     """
-    found = {}
+    options = {}
     for one in family.fields:
         if one.nested:
-            found |= {f"{one.name}.{inner.name}": inner for inner in one.nested if inner.help}
+            options |= {f"{one.name}.{inner.name}": inner for inner in one.nested if inner.help}
         elif one.help:
-            found[one.name] = one
-    return found
+            options[one.name] = one
+    return options
 
 
 def option_type(hint: Any) -> Any:

@@ -68,15 +68,15 @@ def assumption_warning(model: Model) -> str | None:
     """Return a warning that names the values assumed for fields that the config.json leaves open,
     and how to state them; None if there are none.
     """
-    found = assumed_fields(model)
-    if not found:
+    assumed = assumed_fields(model)
+    if not assumed:
         return None
-    text = ", ".join(f"{name} {value}" for name, value in found.items())
-    knobs = " and ".join(flag(name) for name in found)
+    text = ", ".join(f"{name} {value}" for name, value in assumed.items())
+    knobs = " and ".join(flag(name) for name in assumed)
     return (
         f"the model's config.json does not tell which variant of {model.model_type} it is: "
         f"assuming one with {text}; otherwise set {knobs}, or add it under {RESERVED!r} in the "
-        f'config.json, {{"{RESERVED}": {json.dumps(found)}}}'
+        f'config.json, {{"{RESERVED}": {json.dumps(assumed)}}}'
     )
 
 

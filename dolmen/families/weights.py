@@ -33,13 +33,13 @@ class WeightMap:
         """Tensors that an export writes: `entries` under the names of the model's files, and the
         tied head if the family's files store it.
         """
-        found, family = dict(self.entries), self.model.family
+        exported, family = dict(self.entries), self.model.family
         if family.stores_tied_head and self.model.spec.head.tied:
             # the same parameter, stored a second time
-            found[self.head] = replace(found[self.embedding], hf=self.head)
+            exported[self.head] = replace(exported[self.embedding], hf=self.head)
         if not self.model.config.get(RESERVED, {}).get(BARE.name):
-            return found
-        bare = [replace(one, hf=one.hf.removeprefix(family.prefix)) for one in found.values()]
+            return exported
+        bare = [replace(one, hf=one.hf.removeprefix(family.prefix)) for one in exported.values()]
         return {entry.hf: entry for entry in bare}
 
     def canonical(self, name: str) -> str:
@@ -125,8 +125,8 @@ def weight_map(model: Model) -> WeightMap:
         next(rule.hf + ending(rule, "weight") for rule in rules if rule.names == (ours,))
         for ours in ("embed", "head")
     )
-    found = entries(rules, model.spec.shapes, model.spec.layers)
-    return WeightMap(model, found, embedding, head)
+    stored = entries(rules, model.spec.shapes, model.spec.layers)
+    return WeightMap(model, stored, embedding, head)
 
 
 def _shapes_by_field(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
@@ -142,8 +142,8 @@ def _shapes_by_field(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
             # a field may be bound to others (heads divide the width): the first value that gives a
             # model
             for other in (2 * value, value // 2, 1):
-                if (found := _shape_with(plain, {name: other}, stored)) is not None:
-                    yield name, found
+                if (shape := _shape_with(plain, {name: other}, stored)) is not None:
+                    yield name, shape
                     break
 
 

@@ -207,12 +207,12 @@ def _unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Return the pairs of a JSON object as a dict. Raises ValueError for a name that occurs
     twice.
     """
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"{ascii(twice)[:80]} is given twice in one object")
-    return found
+    return unique
 
 
 def _no_constant(word: str) -> None:

@@ -138,8 +138,8 @@ def check_sequences(
 def check_documents(index: Path, firsts: Int64[np.ndarray, " bounds"], sequences: int) -> None:
     """Raise Refused unless the documents cover sequences 0 to `sequences`, one after the other."""
     if not len(firsts) or firsts[0] != 0 or firsts[-1] != sequences:
-        found = f"{firsts[0]} to {firsts[-1]}" if len(firsts) else "none"
-        raise refuse(index, f"its documents are sequences {found}, but there are 0 to {sequences}")
+        span = f"{firsts[0]} to {firsts[-1]}" if len(firsts) else "none"
+        raise refuse(index, f"its documents are sequences {span}, but there are 0 to {sequences}")
     if (back := firsts[1:] < firsts[:-1]).any():
         at = int(np.argmax(back))
         raise refuse(

@@ -69,12 +69,12 @@ class RestrictedUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the stand-in for a name. Raises UnpicklingError for one that is not allowed."""
-        found = self.find(module, name)
-        if found is None:
+        target = self.find(module, name)
+        if target is None:
             raise pickle.UnpicklingError(
                 f"it names {module}.{name}, which is not allowed, since unpickling would run it"
             )
-        return found
+        return target
 
     def persistent_load(self, pid: Any) -> Any:
         """Return the value of a persistent id. Raises UnpicklingError if they have no

@@ -132,23 +132,23 @@ def index(folder: Path | str, form: FolderFormat | None = None) -> dict[str, Sto
             folder / form.index,
             f"lists files that are missing: {plural(len(absent), 'file')}, e.g. {absent[:3]}",
         )
-    found: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
     for name in files:
         shard = form.read(folder / name)
-        if twice := [tensor for tensor in shard if tensor in found]:
+        if twice := [tensor for tensor in shard if tensor in stored]:
             raise refuse(
                 folder / name,
-                f"{twice[0]} is stored twice, here and in {found[twice[0]].file.name}",
+                f"{twice[0]} is stored twice, here and in {stored[twice[0]].file.name}",
             )
-        found |= shard
+        stored |= shard
     if missing := [
-        t for t, name in weight_map.items() if t not in found or found[t].file.name != name
+        t for t, name in weight_map.items() if t not in stored or stored[t].file.name != name
     ]:
         raise refuse(
             folder / form.index,
             f"lists {len(missing)} tensors that are missing, e.g. {missing[:3]}",
         )
-    return found
+    return stored
 
 
 def read_header(file: Path) -> dict[str, Stored]:
@@ -156,7 +156,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     its header does not describe all of it.
     """
     text, length = _header_text(file)
-    size, end, found = len(text), 0, {}
+    size, end, tensors = len(text), 0, {}
     for start, stop, name, spec in _entries(text, file):
         # no gaps and no overlaps: every byte belongs to one tensor
         if start != end or stop - start != spec.nbytes:
@@ -166,13 +166,13 @@ def read_header(file: Path) -> dict[str, Stored]:
                 f"{stop}, expected {end} to {end + spec.nbytes}",
             )
         # 8 bytes of length, the header, then data
-        found[name], end = Stored(name, spec, file, 8 + size + start), stop
+        tensors[name], end = Stored(name, spec, file, 8 + size + start), stop
     if length != 8 + size + end:
         raise refuse(
             file,
             f"is truncated or damaged: {length} bytes, but its header implies {8 + size + end}",
         )
-    return found
+    return tensors
 
 
 SAFETENSORS = FolderFormat(SINGLE, INDEX, read_header)

@@ -163,8 +163,8 @@ def add_pieces(model: SentencePieceModel, pieces: Sequence[VocabularyPiece]) -> 
         raise ValueError(f"{twice[0]!r} is a piece already")
     total = len(model.pieces) + len(pieces)
     # merged with the trainer fields of the file: the later value wins
-    said = record(TRAINER, record(VOCAB_SIZE, total))
-    return model.content + b"".join(map(_write_piece, pieces)) + said
+    trainer = record(TRAINER, record(VOCAB_SIZE, total))
+    return model.content + b"".join(map(_write_piece, pieces)) + trainer
 
 
 def _write_piece(piece: VocabularyPiece) -> bytes:
@@ -180,14 +180,14 @@ def _parse_piece(message: bytes) -> VocabularyPiece:
     """Parse a piece. Raises ValueError for an empty or too long text, and for a score that is no
     number.
     """
-    found = fields(message)
-    text = _inside(found.get(1, b""))
-    (score,) = struct.unpack("<f", _inside(found.get(2, b"\0\0\0\0")))
+    values = fields(message)
+    text = _inside(values.get(1, b""))
+    (score,) = struct.unpack("<f", _inside(values.get(2, b"\0\0\0\0")))
     if not 1 <= len(text) <= LONGEST:
         raise ValueError(f"a piece has {len(text):,} bytes")
     if not abs(score) < 1e9:  # nor is it a number
         raise ValueError(f"a piece has the score {score}")
-    return VocabularyPiece(text.decode(), score, _number(found, 3, NORMAL))
+    return VocabularyPiece(text.decode(), score, _number(values, 3, NORMAL))
 
 
 def fields(message: bytes) -> dict[int, Value]:

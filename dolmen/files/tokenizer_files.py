@@ -167,8 +167,8 @@ def check_expressions(file: Path, content: dict) -> None:
         return
     # without the vocabulary: loading it would take most of the time
     bare = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, **steps}
-    code, said = try_expressions(json.dumps(bare))
-    if code in VERDICTS or "memory allocation of" in said:
+    code, output = try_expressions(json.dumps(bare))
+    if code in VERDICTS or "memory allocation of" in output:
         longest = max(expressions(steps), key=len)
         raise refuse(
             file,
@@ -180,7 +180,7 @@ def check_expressions(file: Path, content: dict) -> None:
         raise refuse(
             file,
             f"its regular expressions could not be tested: the process for it, {sys.executable}, "
-            f"ended with code {code}: {said[-600:]}",
+            f"ended with code {code}: {output[-600:]}",
         )
 
 
@@ -189,8 +189,8 @@ def try_expressions(tokenizer: str) -> tuple[int, str]:
     """Return the exit code and stderr of the subprocess that tries a tokenizer.json on TEXTS.
     Results are cached by its text, as a start looks at its tokenizer several times.
     """
-    given = {"tokenizer": json.loads(tokenizer), "texts": TEXTS}
-    ended = run_limited(PROBE, given, seconds=SECONDS, memory=MEMORY)
+    request = {"tokenizer": json.loads(tokenizer), "texts": TEXTS}
+    ended = run_limited(PROBE, request, seconds=SECONDS, memory=MEMORY)
     return ended.returncode, ended.stderr
 
 

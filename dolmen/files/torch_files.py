@@ -173,9 +173,9 @@ class Namespace:
 
     def __new__(cls, *_: Any) -> "Namespace":  # of one without options a pickle says no more
         """Create an empty one, as a pickle of a Namespace without options sets no state."""
-        made = super().__new__(cls)
-        made.values = {}
-        return made
+        namespace = super().__new__(cls)
+        namespace.values = {}
+        return namespace
 
     def __setstate__(self, state: Any) -> None:
         """Take the values from the state. Raises UnpicklingError unless it is a mapping."""
@@ -221,10 +221,10 @@ def _resolve_storage(pid: Any, storages: dict[str, Storage]) -> Storage:
         raise pickle.UnpicklingError(
             f"it has a persistent id that is not a storage: {str(pid)[:100]}"
         )
-    found = storages.setdefault(str(key), Storage(str(key), dtype, _check_count(elements)))
-    if (found.dtype, found.elements) != (dtype, elements):
+    storage = storages.setdefault(str(key), Storage(str(key), dtype, _check_count(elements)))
+    if (storage.dtype, storage.elements) != (dtype, elements):
         raise pickle.UnpicklingError(f"storage {key} is described in two ways")
-    return found
+    return storage
 
 
 def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: Any) -> StoredView:
@@ -237,14 +237,14 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: 
     sizes, steps = tuple(map(_check_count, shape)), tuple(map(_check_count, strides))
     if len(sizes) != len(steps) or len(sizes) > 64:
         raise pickle.UnpicklingError(f"a tensor of shape {sizes} has strides {steps}")
-    held = StoredView(storage, _check_count(offset), sizes, steps, dtype)
+    view = StoredView(storage, _check_count(offset), sizes, steps, dtype)
     # an untyped storage counts bytes
     room = storage.elements * storage.dtype.itemsize // dtype.itemsize
-    if held.offset + held.reach > room or math.prod(sizes) > room:
+    if view.offset + view.reach > room or math.prod(sizes) > room:
         raise pickle.UnpicklingError(
             f"a tensor of shape {sizes} reaches over the {room:,} numbers of its storage"
         )
-    return held
+    return view
 
 
 def _check_count(value: Any) -> int:
@@ -321,13 +321,13 @@ def tensors(value: Any, file: Path) -> dict[str, Stored]:
     """Return every tensor in nested mappings by its dotted path: {"a": {"b.weight": t}} is
     a.b.weight. Raises Refused for two of one name.
     """
-    found: dict[str, Stored] = {}
+    stored: dict[str, Stored] = {}
     for name, one in leaves(value):
         if isinstance(one, StoredView):
-            if name in found:
+            if name in stored:
                 raise refuse(file, f"holds {name} twice")
-            found[name] = one.locate(name, file)
-    return found
+            stored[name] = one.locate(name, file)
+    return stored
 
 
 def read_header(file: Path) -> dict[str, Stored]:
@@ -482,26 +482,26 @@ def _load_storage(content: Any) -> Storage:
     """
     if type(content) is not bytes:
         raise pickle.UnpicklingError("the numbers of a tensor are not bytes")
-    found = read_legacy(io.BytesIO(content))
-    if not isinstance(found, Storage):
+    storage = read_legacy(io.BytesIO(content))
+    if not isinstance(storage, Storage):
         raise pickle.UnpicklingError("a tensor's data is not a storage")
     # its tensor's numbers are in these bytes, not in a file
-    found.content = content
-    return found
+    storage.content = content
+    return storage
 
 
-def _tensor(held: StoredView, content: bytes) -> Tensor:
+def _tensor(view: StoredView, content: bytes) -> Tensor:
     """Return a tensor in new memory, copied from the bytes of its storage. Raises UnpicklingError
     unless its elements are contiguous.
     """
-    if not held.contiguous:
+    if not view.contiguous:
         raise pickle.UnpicklingError("a tensor is not contiguous")
-    start = held.storage.start + held.offset * held.dtype.itemsize
-    if not held.reach:
-        return torch.empty(held.shape, dtype=held.dtype)
+    start = view.storage.start + view.offset * view.dtype.itemsize
+    if not view.reach:
+        return torch.empty(view.shape, dtype=view.dtype)
     # writable, as torch wants it
-    numbers = bytearray(content[start : start + held.reach * held.dtype.itemsize])
-    return torch.frombuffer(numbers, dtype=held.dtype).view(held.shape)
+    numbers = bytearray(content[start : start + view.reach * view.dtype.itemsize])
+    return torch.frombuffer(numbers, dtype=view.dtype).view(view.shape)
 
 
 def dump_bytes(value: Mapping[str, Shaped[Tensor, "..."] | Mapping[str, int | str]]) -> bytes:
@@ -584,10 +584,10 @@ class _Pickler(pickle.Pickler):
         """Pickle a Spec as the call that rebuilds a tensor."""
         if not isinstance(obj, Spec):
             return NotImplemented
-        held = Storage(next(self.keys), obj.dtype, math.prod(obj.shape))
+        storage = Storage(next(self.keys), obj.dtype, math.prod(obj.shape))
         # computed by torch itself, without memory
         strides = torch.empty(obj.shape, device="meta").stride()
-        return rebuild, (held, 0, obj.shape, strides, False, OrderedDict())
+        return rebuild, (storage, 0, obj.shape, strides, False, OrderedDict())
 
     def persistent_id(self, obj: Any) -> Any:
         """Return the id by which a storage is stored outside of the pickle; None for other

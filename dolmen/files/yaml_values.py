@@ -155,8 +155,8 @@ def scalar(event: yaml.ScalarEvent) -> Any:
         return float(text.replace("_", ""))
     if INFINITE.fullmatch(text):
         return float(text.replace(".", "").lower())
-    if found := INTEGER.fullmatch(text):
-        return _integer(text, found[1], found[2].replace("_", ""))
+    if match := INTEGER.fullmatch(text):
+        return _integer(text, match[1], match[2].replace("_", ""))
     return text
 
 

@@ -76,33 +76,33 @@ class CoreAttention(nn.Module):
         self.selective = setting.split.recompute.kind_of(setting.layer) == "selective"
 
     def forward(
-        self, q: Queries, k: Keys, v: Values, given: LayerInputs, sinks: Sinks | None = None
+        self, q: Queries, k: Keys, v: Values, inputs: LayerInputs, sinks: Sinks | None = None
     ) -> Attended:
         """Return softmax(scale q k^T) v for this rank's tokens, [batch, length, heads, value size];
         recomputed in backward under selective recomputation. `sinks`: one learned score per head
         that weighs no value.
         """
         if self.selective:
-            return recompute(self._sums, q, k, v, given, sinks)
-        return self._sums(q, k, v, given, sinks)
+            return recompute(self._sums, q, k, v, inputs, sinks)
+        return self._sums(q, k, v, inputs, sinks)
 
     @profiling.record_function_range("attention")
     def _sums(
-        self, q: Tensor, k: Tensor, v: Tensor, given: LayerInputs, sinks: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs, sinks: Tensor | None
     ) -> Tensor:
-        """Compute attention with the mask of `given.documents` and, if `given.noise` is set,
+        """Compute attention with the mask of `inputs.documents` and, if `inputs.noise` is set,
         dropout of the probabilities, by context parallelism's ring or gather. k and v are first
         expanded to one head per query head where groups are unequal.
         """
         if self.kv_head_of_query is not None:
             k, v = (_per_query(t, self.kv_head_of_query, 2) for t in (k, v))
         # None without dropout
-        noise, dropped = given.noise, None
+        noise, dropped = inputs.noise, None
         if noise is not None:
             # the mask is a function of layer, sequence, head, query and key, so that recomputation
             # repeats it
             dropped = Dropout(self.dropout, noise, noise.site(SCORES))
-        attend = self.attend.with_documents(given.documents, dropped)._replace(sinks=sinks)
+        attend = self.attend.with_documents(inputs.documents, dropped)._replace(sinks=sinks)
         return self.cp.attention(q, k, v, attend)
 
     def attend_sequences(
@@ -223,7 +223,7 @@ class Attention(Branch):
     def inner(
         self,
         products: Sequence[Float[Tensor, "tokens _"]],
-        given: LayerInputs,
+        inputs: LayerInputs,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "tokens _"]:
         """Return the heads' attention outputs [tokens, heads * head_size] from the q, k, v
@@ -232,26 +232,26 @@ class Attention(Branch):
         """
         q, k, v = (
             # [batch, length, heads, size]; with a cache batch is 1 and sequences follow one another
-            y.view(given.batch, -1, y.shape[-1] // self.head_size, self.head_size)
+            y.view(inputs.batch, -1, y.shape[-1] // self.head_size, self.head_size)
             for y in products
         )
         # order of transformers: norm, clip, rope
         q, k = self._normalize_qk(q, k)
         if self.clip is not None:
             q, k, v = (t.clamp(-self.clip, self.clip) for t in (q, k, v))
-        if given.cos is not None and given.sin is not None:
-            q, k = rope.rotate_heads(q, k, given.cos, given.sin, *self.pairs)
-        if given.growth is not None:
+        if inputs.cos is not None and inputs.sin is not None:
+            q, k = rope.rotate_heads(q, k, inputs.cos, inputs.sin, *self.pairs)
+        if inputs.growth is not None:
             # Qwen's log-n: logarithm of the position to the base of the trained length
-            q = q * given.growth.to(q.dtype)
-        if given.steps is not None:
+            q = q * inputs.growth.to(q.dtype)
+        if inputs.steps is not None:
             # biases are computed for all heads, and this rank has some of them
-            steps = given.steps.narrow(2, self.first_head, self.heads)
+            steps = inputs.steps.narrow(2, self.first_head, self.heads)
             # Falcon's ALiBi as 8 extra dims of q and k, so that any kernel computes it
             q, k = score_bias.append_key_bias(q, k, steps, self.extra_key_dims)
         sinks = None if self.sinks is None else local(self.sinks.weight)
         if cache is None:
-            y = self.scores(q, k, v, given, sinks)
+            y = self.scores(q, k, v, inputs, sinks)
         else:
             # which of the two runs is decided by the cache: one new token per sequence, or several
             of_pages, of_texts = (
@@ -326,27 +326,27 @@ class LatentAttention(Component):
         return Attend(scale=mixer.scale)
 
     def forward(
-        self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
+        self, x: Float[Tensor, "here hidden"], inputs: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         """Return the mixer's output for x. Without `cache` keys and values of all heads are
         expanded from the latents; with one, latent and rope key are cached, and `cache` chooses
         absorbed or expanded attention.
         """
-        q = self._queries(x, given)
+        q = self._queries(x, inputs)
         # [tokens, kv_rank + rope size]: latent and rope key by one product
         down = self._down(x, self.kv_a)
         latent, key = down.split((self.spec.kv_rank, self.spec.positions.size), -1)
         # the cache keeps the normed latent: kv_rank + rope numbers per token instead of all heads
         latent = self.kv_a_norm(latent)
         # one rope key for all heads; under sequence parallelism gathered before it is rotated
-        key = self.tp.enter(key).view(given.batch, -1, 1, self.spec.positions.size)
-        key = self._apply_rope(key, given)
+        key = self.tp.enter(key).view(inputs.batch, -1, 1, self.spec.positions.size)
+        key = self._apply_rope(key, inputs)
         if cache is None:
             (kv,) = self._column_product(latent, self.kv_b)
             # kv_b enters tp here (columns), with the latent as its input
-            y = self.scores(q, *self._expand_kv(kv, key), given)
+            y = self.scores(q, *self._expand_kv(kv, key), inputs)
         else:
-            latent = self.tp.enter(latent).view(given.batch, -1, 1, self.spec.kv_rank)
+            latent = self.tp.enter(latent).view(inputs.batch, -1, 1, self.spec.kv_rank)
             # cached as one head of [latent | rope key]
             kept = torch.cat((latent, key), -1)
             y = cache.attend(q, (kept,), self._attend_absorbed, self._attend_sequences)
@@ -364,7 +364,7 @@ class LatentAttention(Component):
         """
         return tensor.columns(x, [linear.linear()], self.tp)
 
-    def _queries(self, x: Tensor, given: LayerInputs) -> Tensor:
+    def _queries(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """Return this rank's queries [batch, length, heads, nope + rope size], the rope part
         rotated; through the low-rank latent q_a, q_b if the spec has a q_rank.
         """
@@ -372,14 +372,14 @@ class LatentAttention(Component):
             (q,) = self._column_product(x, self.q)
         else:
             (q,) = self._column_product(self.q_a_norm(self._down(x, self.q_a)), self.q_b)
-        q = q.view(given.batch, -1, self.heads, self.spec.head_size)
+        q = q.view(inputs.batch, -1, self.heads, self.spec.head_size)
         nope, turned = q.split((self.spec.nope_size, self.spec.positions.size), -1)
-        return torch.cat((nope, self._apply_rope(turned, given)), -1)
+        return torch.cat((nope, self._apply_rope(turned, inputs)), -1)
 
-    def _apply_rope(self, x: Tensor, given: LayerInputs) -> Tensor:
+    def _apply_rope(self, x: Tensor, inputs: LayerInputs) -> Tensor:
         """Rotate x [batch, length, heads, rope size] by its tokens' positions."""
-        assert given.cos is not None and given.sin is not None
-        return rope.rotate(x, given.cos, given.sin, *pairs(self.spec.positions))
+        assert inputs.cos is not None and inputs.sin is not None
+        return rope.rotate(x, inputs.cos, inputs.sin, *pairs(self.spec.positions))
 
     def _expand_kv(self, kv: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys [batch, length, heads, nope + rope] and values [batch, length, heads, value]

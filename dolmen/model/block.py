@@ -83,19 +83,19 @@ class TransformerBlock(nn.Module, Generic[C]):
                 self.register_module(name, None)
 
     def forward(
-        self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
+        self, x: Float[Tensor, "here hidden"], inputs: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         """Return the layer's output. Under full recomputation only x is kept for backward, unless a
         KV `cache` is used.
         """
         return (
-            recompute(self.compute, x, given)
+            recompute(self.compute, x, inputs)
             if self.recompute_all and cache is None
-            else self.compute(x, given, cache)
+            else self.compute(x, inputs, cache)
         )
 
     def compute(
-        self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
+        self, x: Float[Tensor, "here hidden"], inputs: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         """Return the layer's output for x; subclasses implement the arrangement of norms, mixer and
         mlp here.
@@ -103,18 +103,19 @@ class TransformerBlock(nn.Module, Generic[C]):
         raise NotImplementedError
 
     def apply_dropout(
-        self, y: Float[Tensor, "here hidden"], given: LayerInputs, site: int
+        self, y: Float[Tensor, "here hidden"], inputs: LayerInputs, site: int
     ) -> Float[Tensor, "here hidden"]:
         """Apply dropout to a branch output y before it is added to the residual stream; unchanged
-        without `given.noise`. `site` numbers the place in the layer, so that each has its own mask.
+        without `inputs.noise`. `site` numbers the place in the layer, so that each has its own
+        mask.
         """
-        if given.noise is None:
+        if inputs.noise is None:
             return y
-        assert given.rows is not None
+        assert inputs.rows is not None
         # the mask depends on key, layer, site and the token's index in the global batch: the same
         # in every layout and when recomputed
         return elementwise.residual(
-            y, self.dropout, given.noise, given.noise.site(site), given.rows
+            y, self.dropout, inputs.noise, inputs.noise.site(site), inputs.rows
         )
 
     def units(self) -> list[Unit]:
@@ -154,23 +155,23 @@ class SequentialBlock(TransformerBlock[Component]):
         self.arrangement = block.arrangement
 
     def compute(
-        self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
+        self, x: Float[Tensor, "here hidden"], inputs: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         """Apply the mixer branch and then the mlp branch."""
 
         def mixer(y: Tensor) -> Tensor:
             """Return attention's output, normalised ("output", "sandwich") and with dropout."""
-            y = self.attn(y, given, cache)
+            y = self.attn(y, inputs, cache)
             y = y if self.attn_post_norm is None else self.attn_post_norm(y)
-            return self.apply_dropout(y, given, elementwise.MIXER)
+            return self.apply_dropout(y, inputs, elementwise.MIXER)
 
         def mlp(y: Tensor) -> Tensor:
             """Return the feed-forward output, normalised ("output", "sandwich") and with
             dropout.
             """
-            y = self.mlp(y, given)
+            y = self.mlp(y, inputs)
             y = y if self.mlp_post_norm is None else self.mlp_post_norm(y)
-            return self.apply_dropout(y, given, elementwise.MLP)
+            return self.apply_dropout(y, inputs, elementwise.MLP)
 
         return self._add(self._add(x, mixer, self.attn_norm), mlp, self.mlp_norm)
 
@@ -219,17 +220,17 @@ class ParallelBlock(TransformerBlock[Branch]):
     mlp_norm: Norm
 
     def compute(
-        self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
+        self, x: Float[Tensor, "here hidden"], inputs: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         """Return x plus the sum of both branches; dropout is applied to their sum."""
         # column-parallel products of both, by one collective (two norms: two)
         both, (attn, mlp) = [self.attn, self.mlp], self.enter_branches(x)
         results = [
-            self.attn.inner_with_hooks(attn, given, cache),
-            self.mlp.inner_with_hooks(mlp, given),
+            self.attn.inner_with_hooks(attn, inputs, cache),
+            self.mlp.inner_with_hooks(mlp, inputs),
         ]
         # one all-reduce (or reduce-scatter) for both branches
-        return x + self.apply_dropout(leave(both, results), given, elementwise.MLP)
+        return x + self.apply_dropout(leave(both, results), inputs, elementwise.MLP)
 
     def enter_branches(
         self, x: Float[Tensor, "here hidden"]

@@ -244,7 +244,7 @@ class Branch(Component):
     def inner(
         self,
         products: Sequence[Float[Tensor, "tokens _"]],
-        given: LayerInputs,
+        inputs: LayerInputs,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "tokens _"]:
         """Compute what is between the two products: from the products of x with the columns, each
@@ -256,30 +256,30 @@ class Branch(Component):
     def inner_with_hooks(
         self,
         products: Sequence[Float[Tensor, "tokens _"]],
-        given: LayerInputs,
+        inputs: LayerInputs,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "tokens _"]:
         """Return `inner` of the products, passing input and output through the hook modules
         `products` and `result`.
         """
-        return self.result(self.inner(self.products(products), given, cache))
+        return self.result(self.inner(self.products(products), inputs, cache))
 
     def forward(
-        self, x: Float[Tensor, "here hidden"], given: LayerInputs, cache: LayerCache | None = None
+        self, x: Float[Tensor, "here hidden"], inputs: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
         """Return row(inner(columns x)): one collective on the way in (under sequence parallelism,
         or in backward) and one on the way out.
         """
         (products,) = enter([self], x)
-        return self.row(self.inner_with_hooks(products, given, cache))
+        return self.row(self.inner_with_hooks(products, inputs, cache))
 
     def part(
-        self, x: Float[Tensor, "tokens hidden"], given: LayerInputs
+        self, x: Float[Tensor, "tokens hidden"], inputs: LayerInputs
     ) -> Float[Tensor, "tokens hidden"]:
         """Return the branch's partial sum P@tp of x, which is replicated (R@tp), without the row
         bias. The caller adds it to other partial sums and reduces them together.
         """
-        y = self.inner_with_hooks(tensor.products(x, self.columns, self.tp), given)
+        y = self.inner_with_hooks(tensor.products(x, self.columns, self.tp), inputs)
         # x has entered already: `products`, not `columns`
         return tensor.part_of_rows(y, self.row.linear(), self.tp)
 

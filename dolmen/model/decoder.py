@@ -360,9 +360,9 @@ class Decoder(nn.Module):
         """
         here = self.split.parts[part]
         # what is the same for all layers
-        given = self._layer_inputs(tokens, noise, documents)
+        inputs = self._layer_inputs(tokens, noise, documents)
         ids = self._positions(tokens, cache, positions)
-        y = self._embed_tokens(tokens, ids, given) if here.first else x
+        y = self._embed_tokens(tokens, ids, inputs) if here.first else x
         assert y is not None, "a stage that is not the first is given x"
         # once per forward and kind of layer: 2 tables for Gemma 3's 26 to 62 layers
         known = self.where(part, ids, self._lengths(tokens, cache, positions))
@@ -371,10 +371,10 @@ class Decoder(nn.Module):
             mixer = self.spec.blocks[i].mixer
             where = known[mixer.positions, mixer.heads]
             # a layer's positions, router losses and noise
-            y = block(y, given.for_layer(i, where, (balance or {}).get(i), routes), kept)
+            y = block(y, inputs.for_layer(i, where, (balance or {}).get(i), routes), kept)
         return self._apply_head(y, len(tokens), end) if here.last else y
 
-    def _embed_tokens(self, tokens: Tensor, positions: Tensor, given: LayerInputs) -> Tensor:
+    def _embed_tokens(self, tokens: Tensor, positions: Tensor, inputs: LayerInputs) -> Tensor:
         """Return the input of the first block: token embeddings, plus learned positions and types,
         then the embedding norm and dropout. `positions` [streams, b, s / cp] are per sequence, or
         [streams, 1, s / cp] for all; the result is [tokens, hidden].
@@ -397,10 +397,10 @@ class Decoder(nn.Module):
                 )
         if self.embed_norm is not None:
             x = self.embed_norm(x)
-        if given.noise is not None:
-            assert given.rows is not None
+        if inputs.noise is not None:
+            assert inputs.rows is not None
             x = elementwise.residual(
-                x, self.dropout, given.noise, elementwise.EMBEDDING, given.rows
+                x, self.dropout, inputs.noise, elementwise.EMBEDDING, inputs.rows
             )
         return x
 

@@ -106,9 +106,9 @@ class ModelHead:
         axis = self.split.cp.axis
         # as long as the sequence: there are at most as many documents as tokens
         none = per_token.new_zeros(document.shape)
-        found = none.scatter_add(1, self.here(document), per_token)
+        sums = none.scatter_add(1, self.here(document), per_token)
         # all-reduce forward; `copy` sums the gradients of all cp ranks in backward
-        return collectives.copy(collectives.all_reduce_(found, axis), axis)
+        return collectives.copy(collectives.all_reduce_(sums, axis), axis)
 
     def whole(
         self, per_token: Float[Tensor, "sequences here"]
@@ -212,8 +212,8 @@ class LMHead(ModelHead):
         `temperature` and never materialised whole. Raises ValueError for a temperature other than 1
         with a soft cap.
         """
-        found = self._evaluate_labels(log_probabilities, hidden, labels, temperature)
-        return found.view(self.sequences, -1)
+        values = self._evaluate_labels(log_probabilities, hidden, labels, temperature)
+        return values.view(self.sequences, -1)
 
     def log_probabilities_and_entropy(
         self,
@@ -224,10 +224,10 @@ class LMHead(ModelHead):
         """Return `log_probabilities` and the entropy, in nats, of each token's distribution; both 0
         where the label is IGNORED.
         """
-        found, entropy = self._evaluate_labels(
+        values, entropy = self._evaluate_labels(
             log_probabilities_and_entropy, hidden, labels, temperature
         )
-        return found.view(self.sequences, -1), entropy.view(self.sequences, -1)
+        return values.view(self.sequences, -1), entropy.view(self.sequences, -1)
 
     def log_probabilities_and_argmax(
         self, hidden: Float[Tensor, "_ hidden"], labels: Int64[Tensor, "sequences length"]
@@ -236,8 +236,8 @@ class LMHead(ModelHead):
         place; without gradients.
         """
         judge = partial(log_probabilities_and_argmax, product=self.laid_out)
-        found, likeliest = self._evaluate_labels(judge, hidden, labels)
-        return found.view(self.sequences, -1), likeliest.view(self.sequences, -1)
+        values, likeliest = self._evaluate_labels(judge, hidden, labels)
+        return values.view(self.sequences, -1), likeliest.view(self.sequences, -1)
 
     def _evaluate_labels(
         self, judge: Callable[..., Any], hidden: Tensor, labels: Tensor, temperature: float = 1.0
@@ -246,18 +246,18 @@ class LMHead(ModelHead):
         their labels, with hidden vectors divided by `temperature`. Raises ValueError for a
         temperature other than 1 with a soft cap.
         """
-        made, bias = self.scale_hidden(hidden), self.bias
+        scaled, bias = self.scale_hidden(hidden), self.bias
         if temperature != 1:
             if self.spec.head.soft_cap is not None:
                 raise ValueError(
                     f"temperature {temperature} is not supported for logits with a soft cap "
                     f"({self.spec.head.soft_cap}): use 1"
                 )
-            made = made / temperature
+            scaled = scaled / temperature
             # (W h + b) / T = W (h / T) + b / T, where a soft cap would not be linear
             bias = None if bias is None else bias / temperature
         return judge(
-            made,
+            scaled,
             self.rows,
             self.here(labels).reshape(-1),
             self.spec.vocab_size,

@@ -143,8 +143,8 @@ class ParameterModule(nn.Module):
         self._local_multi_lora: MultiLora | None = None
         for name, leaf in leaves.items():
             # full shape, on meta (build.py): sharding replaces it by this rank's part
-            made = torch.empty(leaf.shape, dtype=torch.int8 if leaf.int8 else None)
-            setattr(self, name, nn.Parameter(made, requires_grad=leaf.trained))
+            weight = torch.empty(leaf.shape, dtype=torch.int8 if leaf.int8 else None)
+            setattr(self, name, nn.Parameter(weight, requires_grad=leaf.trained))
 
     def linear(self) -> Linear:
         """Return what multiplies x: weight, bias, adapter, rounding; a packed weight and multi-LoRA
@@ -237,8 +237,8 @@ class ParameterModule(nn.Module):
         """Return a key that changes whenever a tensor of the module is written or replaced: the
         packing format, and address and version counter of each tensor.
         """
-        held = (self.weight, self.bias, self.lora_A, self.lora_B)
-        own = [p for p in (*held, self.lora_magnitude, self.weight_scale) if p is not None]
+        tensors = (self.weight, self.bias, self.lora_A, self.lora_B)
+        own = [p for p in (*tensors, self.lora_magnitude, self.weight_scale) if p is not None]
         # what is written is what a DTensor holds, and not the DTensor
         return weights, *((p.data_ptr(), compute.version_of(p)) for p in map(local_view, own))
 

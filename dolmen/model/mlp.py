@@ -89,7 +89,7 @@ class MLP(Branch):
     def inner(
         self,
         products: Sequence[Float[Tensor, "tokens _"]],
-        given: LayerInputs,
+        inputs: LayerInputs,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "tokens _"]:
         """Return act(gate) * up, or act(up), from the products of x: [tokens, width / tp]."""
@@ -260,21 +260,21 @@ class MoE(Component):
         return [Unit(self.router, precise=True), Unit(self.experts, experts=True)]
 
     def forward(
-        self, x: Float[Tensor, "here hidden"], given: LayerInputs
+        self, x: Float[Tensor, "here hidden"], inputs: LayerInputs
     ) -> Float[Tensor, "here hidden"]:
         """Route the tokens, dispatch them to the ranks of their experts, compute, combine, and add
-        the shared expert. Calls `given.on_routing` with the chosen experts [n, k], and adds the
-        router losses to the gradient if `given.balance` is set.
+        the shared expert. Calls `inputs.on_routing` with the chosen experts [n, k], and adds the
+        router losses to the gradient if `inputs.balance` is set.
         """
         # under sequence parallelism tokens are gathered: every tp rank routes all of them alike
         x = self.tp.enter(x)
-        logits, routing = self.router(x, given.forced_experts)
-        if given.on_routing is not None:
-            given.on_routing(routing.experts)
+        logits, routing = self.router(x, inputs.forced_experts)
+        if inputs.on_routing is not None:
+            inputs.on_routing(routing.experts)
         # [n, k]
         weights = routing.weights
-        if given.balance is not None and torch.is_grad_enabled():
-            weights = self._add_router_losses(logits, routing, given.batch, given.balance)
+        if inputs.balance is not None and torch.is_grad_enabled():
+            weights = self._add_router_losses(logits, routing, inputs.batch, inputs.balance)
         # n k rows, sorted by expert: those of one expert are one matrix product
         order = moe.sort(routing.experts, self.number)
         # all-to-all: each row goes to the ep rank of its expert
@@ -283,14 +283,14 @@ class MoE(Component):
         # back in the order of tokens, sum over k of weight * row
         y = moe.combine(rows, weights, order)
         return self.tp.leave(
-            y if self.shared is None else y + self._shared_expert(self.shared, x, given)
+            y if self.shared is None else y + self._shared_expert(self.shared, x, inputs)
         )
 
     def _shared_expert(
-        self, shared: MLP, x: Float[Tensor, "n hidden"], given: LayerInputs
+        self, shared: MLP, x: Float[Tensor, "n hidden"], inputs: LayerInputs
     ) -> Float[Tensor, "n hidden"]:
         """Return the shared expert's partial sum P@tp of x R@tp, weighted by its gate."""
-        y = shared.part(x, given)
+        y = shared.part(x, inputs)
         if self.shared_gate is None:
             return y
         # the gate [n, 1] is the same on all ranks of tp, so it may multiply partial sums
@@ -319,8 +319,10 @@ class MoE(Component):
         # each rank of tp adds 1 / tp of the loss, and the sum over tp makes it whole
         loss = (self.balance * uneven + self.z * z) / self.tp.axis.size
         # tally: counts of each expert, balance loss, z loss; float64 counts exactly beyond 2^24
-        found = torch.cat([here.sum(0).double(), torch.stack((uneven, z)).detach().double()])
-        return _RouterLossGradient.apply(routing.weights, loss, balance.scale, found, balance.tally)
+        statistics = torch.cat([here.sum(0).double(), torch.stack((uneven, z)).detach().double()])
+        return _RouterLossGradient.apply(
+            routing.weights, loss, balance.scale, statistics, balance.tally
+        )
 
 
 class _RouterLossGradient(TypedFunction):
@@ -334,19 +336,19 @@ class _RouterLossGradient(TypedFunction):
         weights: Tensor,
         loss: Tensor,
         scale: Tensor,
-        found: Tensor,
+        statistics: Tensor,
         tally: Tensor,
     ) -> Tensor:
-        """Return `weights`; save `scale` and `found` for backward."""
+        """Return `weights`; save `scale` and `statistics` for backward."""
         ctx.kept = loss.dtype
-        ctx.save_for_backward(scale, found)
+        ctx.save_for_backward(scale, statistics)
         # a new tensor, as autograd requires of an output that equals an input
         return weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: Context[torch.dtype], g: Tensor) -> tuple[Tensor, Tensor, None, None, Tensor]:
-        """Return the gradients: g for weights, `scale` for loss, `found` for tally, None for the
-        other two.
+        """Return the gradients: g for weights, `scale` for loss, `statistics` for tally, None for
+        the other two.
         """
-        scale, found = ctx.saved_tensors
-        return g, scale.to(ctx.kept), None, None, found
+        scale, statistics = ctx.saved_tensors
+        return g, scale.to(ctx.kept), None, None, statistics

@@ -43,12 +43,12 @@ class Routes:
 
 def choice_slices(spec: ModelSpec) -> dict[int, slice]:
     """Return the slice of each MoE layer in a token's row of choices; empty for a dense model."""
-    found, first = {}, 0
+    slices, first = {}, 0
     for number, block in enumerate(spec.blocks):
         if isinstance(block.mlp, MoESpec):
-            found[number] = slice(first, first + block.mlp.per_token)
+            slices[number] = slice(first, first + block.mlp.per_token)
             first += block.mlp.per_token
-    return found
+    return slices
 
 
 def replay_routes(

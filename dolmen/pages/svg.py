@@ -41,12 +41,12 @@ def patterns() -> str:
     """Return the SVG definitions of all FILLS, once for a page; a shape uses url(#f-product) and so
     on.
     """
-    made = (
+    definitions = (
         f'<pattern id="f-{name}" width="8" height="8" patternUnits="userSpaceOnUse">'
         f'<rect width="8" height="8" fill="{colour}"/><path d="{path}" class="hatch"/></pattern>'
         for name, (colour, path) in FILLS.items()
     )
-    return f'<svg width="0" height="0" class="defs"><defs>{"".join(made)}</defs></svg>'
+    return f'<svg width="0" height="0" class="defs"><defs>{"".join(definitions)}</defs></svg>'
 
 
 class Drawing:
@@ -138,8 +138,8 @@ class Scale:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             # evenly spaced on a logarithmic scale, almost
             every = [m * 10.0**p for p in powers for m in (1, 2, 5)]
-            found = [tick for tick in every if self.low <= tick <= self.high]
-            return found if len(found) <= 7 else found[:: math.ceil(len(found) / 7)]
+            ticks = [tick for tick in every if self.low <= tick <= self.high]
+            return ticks if len(ticks) <= 7 else ticks[:: math.ceil(len(ticks) / 7)]
         step = round_step((self.high - self.low) / 5)
         first = math.ceil(self.low / step)
         return [step * n for n in range(first, math.floor(self.high / step + 1e-9) + 1)]

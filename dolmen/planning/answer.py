@@ -41,16 +41,16 @@ def title(plan: Plan) -> str:
 
 def table(plan: Plan) -> Table:
     """Return the ranking as a table, a row per layout."""
-    made = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    made.add_column("", justify="right")
-    made.add_column("tie")
+    grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    grid.add_column("", justify="right")
+    grid.add_column("tie")
     # the only column that may wrap
-    made.add_column("layout", overflow="fold")
+    grid.add_column("layout", overflow="fold")
     for name in ("seconds", "90 %", "tok/s/GPU", "MFU", "HFU", "GiB", "bound"):
-        made.add_column(name, justify="right" if name != "bound" else "left", no_wrap=True)
+        grid.add_column(name, justify="right" if name != "bound" else "left", no_wrap=True)
     for number, (one, tie) in enumerate(zip(plan.ranked, plan.ties, strict=True), 1):
         e = one.estimate
-        made.add_row(
+        grid.add_row(
             str(number),
             tie_name(tie),
             one.words,
@@ -62,7 +62,7 @@ def table(plan: Plan) -> Table:
             f"{one.fullest / 2**30:.1f}",
             one.bound,
         )
-    return made
+    return grid
 
 
 def tie_name(number: int) -> str:
@@ -99,25 +99,25 @@ def dry_run_lines(plan: Plan) -> list[str | Table]:
     lines: list[str | Table] = [f"excluded by the dry run: {why}" for why in dry.struck]
     if dry.left_out:
         return [*lines, f"No dry run of the first layout: {dry.left_out}."]
-    made = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
-    made.add_column("dry run of 1.", no_wrap=True)
+    grid = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
+    grid.add_column("dry run of 1.", no_wrap=True)
     for one in dry.ranks:
-        made.add_column(f"rank {one.rank:,}", justify="right", no_wrap=True)
-    made.add_row("peak GiB", *(format_compared(one.peak) for one in dry.ranks))
+        grid.add_column(f"rank {one.rank:,}", justify="right", no_wrap=True)
+    grid.add_row("peak GiB", *(format_compared(one.peak) for one in dry.ranks))
     # kinds that hardly matter are not shown
     least = DIFFERS * max(one.peak.counted for one in dry.ranks)
-    for held in zip(*(one.held for one in dry.ranks), strict=True):
-        if any(abs(one.formed - one.counted) >= least for one in held):
-            made.add_row(f"  {held[0].name}", *map(format_compared, held))
+    for kind in zip(*(one.held for one in dry.ranks), strict=True):
+        if any(abs(one.formed - one.counted) >= least for one in kind):
+            grid.add_row(f"  {kind[0].name}", *map(format_compared, kind))
     for axis in dict.fromkeys(sent.name for one in dry.ranks for sent in one.sent):
         # a boundary stage may send over fewer axes
-        found = [next((s for s in one.sent if s.name == axis), None) for one in dry.ranks]
-        made.add_row(
-            f"GiB sent over {axis}", *(format_compared(one) if one else "-" for one in found)
+        per_rank = [next((s for s in one.sent if s.name == axis), None) for one in dry.ranks]
+        grid.add_row(
+            f"GiB sent over {axis}", *(format_compared(one) if one else "-" for one in per_rank)
         )
     return [
         *lines,
-        made,
+        grid,
         "dry run: the real step on tensors without values. In brackets: error of the closed "
         f"forms. Kinds of memory are shown if they are off by {DIFFERS:.0%} of the peak or more.",
         *_differing_seconds(plan.ranked[0].estimate.seconds, dry),
@@ -130,9 +130,9 @@ def _differing_seconds(step: float, dry: DryRun) -> list[str]:
     """
     lines = []
     for axis in dict.fromkeys(sent.name for one in dry.ranks for sent in one.sent):
-        found = [sent for one in dry.ranks for sent in one.sent if sent.name == axis]
+        sent_by_rank = [sent for one in dry.ranks for sent in one.sent if sent.name == axis]
         # the slowest rank decides
-        worst = max(found, key=lambda sent: abs(sent.more_seconds))
+        worst = max(sent_by_rank, key=lambda sent: abs(sent.more_seconds))
         seconds = worst.more_seconds
         # below 1 % it is less than the interval
         if abs(worst.off) < DIFFERS or not seconds:
@@ -175,7 +175,7 @@ def explanation(plan: Plan) -> list[str]:
         stage = one.memory[fullest]
         # the rows of a dry run do not have the latter
         kinds = {**stage.live._asdict(), "context and workspace": stage.other}
-        held = ", ".join(
+        sizes = ", ".join(
             f"{name} {value / 2**30:.1f}"
             for name, value in sorted(kinds.items(), key=lambda kind: -kind[1])
             if value >= 0.05 * 2**30
@@ -183,7 +183,7 @@ def explanation(plan: Plan) -> list[str]:
         lines += [
             f"{number}. {one.words}: bound by {one.bound}",
             f"   time: {shares}",
-            f"   GiB of stage {fullest}: {held}",
+            f"   GiB of stage {fullest}: {sizes}",
         ]
         # empty where they were not requested
         lines += [f"   {format_change(plan, one, change)}" for change in changes_to_show(one)]
@@ -303,19 +303,19 @@ def _candidate_dict(plan: Plan, one: Candidate, tie: int) -> dict[str, Any]:
     }
 
 
-def inference_title(found: Inference) -> str:
+def inference_title(plan: Inference) -> str:
     """Return the line above the table of --inference: model, cluster, dtype, sequences."""
-    cluster = found.cluster
-    sequences = plural(found.batch, "sequence")
+    cluster = plan.cluster
+    sequences = plural(plan.batch, "sequence")
     return (
-        f"{found.model}: generation on {cluster.name}, {found.dtype}, {sequences} of "
-        f"{found.length:,} tokens, one copy on tp GPUs"
+        f"{plan.model}: generation on {cluster.name}, {plan.dtype}, {sequences} of "
+        f"{plan.length:,} tokens, one copy on tp GPUs"
     )
 
 
-def inference_table(found: Inference) -> Table:
+def inference_table(plan: Inference) -> Table:
     """Return the table of --inference, a row for each tp."""
-    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     names = (
         "tp",
         "weights GiB",
@@ -327,9 +327,9 @@ def inference_table(found: Inference) -> Table:
         "bound",
     )
     for name in (*names, "max sequences"):
-        made.add_column(name, justify="right")
-    for row in found.rows:
-        made.add_row(
+        grid.add_column(name, justify="right")
+    for row in plan.rows:
+        grid.add_row(
             str(row.tp),
             f"{row.weights / 2**30:.1f}",
             f"{row.cache / 2**30:.2f}",
@@ -340,17 +340,17 @@ def inference_table(found: Inference) -> Table:
             row.bound,
             f"{row.most_texts:,}",
         )
-    return made
+    return grid
 
 
-def inference_dict(found: Inference) -> dict[str, Any]:
+def inference_dict(plan: Inference) -> dict[str, Any]:
     """Return the content of --json for inference: seconds and bytes."""
     return {
-        "model": found.model,
-        "cluster": found.cluster.name,
-        "batch": found.batch,
-        "length": found.length,
-        "dtype": found.dtype,
-        "device_bytes": found.cluster.device.memory,
-        "rows": [{**asdict(row), "held": row.held} for row in found.rows],
+        "model": plan.model,
+        "cluster": plan.cluster.name,
+        "batch": plan.batch,
+        "length": plan.length,
+        "dtype": plan.dtype,
+        "device_bytes": plan.cluster.device.memory,
+        "rows": [{**asdict(row), "held": row.held} for row in plan.rows],
     }

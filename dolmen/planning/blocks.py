@@ -187,11 +187,13 @@ class _Block(Maker):
         if self.program.joined and len({shape[-1] for shape in shapes}) == 1:
             *stack, _, inp = shapes[0]
             shapes = [(*stack, sum(shape[-2] for shape in shapes), inp)]
-        made = []
+        linears = []
         for *stack, out, inp in shapes:
             batch = stack[0] if stack else 1
-            made.append(self.linear(module, out, inp, self.expert_rows(batch, bool(stack)), batch))
-        return made
+            linears.append(
+                self.linear(module, out, inp, self.expert_rows(batch, bool(stack)), batch)
+            )
+        return linears
 
     def expert_rows(self, batch: int, stacked: bool) -> int:
         """Return how many rows (tokens) a matrix multiplies: all of this rank; for one of `batch`
@@ -393,8 +395,8 @@ class _Block(Maker):
         rows = self.expert_rows(stack[0], True) * stack[0] if stack else self.share.tokens
         x = (self.share.tokens + rows) * self.hidden
         wide = rows * inner + self.share.tokens * self.heads[0] * self.block.mixer.head_size
-        found: list[Rows] = []
+        casts: list[Rows] = []
         for action, elements in (("F", x + wide), ("B", x + 2 * wide)):
             one = memory(action, "mlp", "cast", 2 * elements / times, 2 * elements / times)
-            found.append([replace(one, times=times)])
-        return found[0], found[1]
+            casts.append([replace(one, times=times)])
+        return casts[0], casts[1]

@@ -186,8 +186,8 @@ class Capacity:
             self._states(choice, rank, micros),
             self._activation_peaks(choice, rank, micros),
         )
-        found = _peaks_of(states, moments)
-        which = found.index(max(found))
+        peaks = _peaks_of(states, moments)
+        which = peaks.index(max(peaks))
         # peaks 1 and 2 are in a backward
         backward = which > 0
         # gradients exist already
@@ -195,9 +195,9 @@ class Capacity:
         packs = states.packed if backward and states.packed > states.arriving else 0
         lasts = states.lasting if which == 0 and moments.more else 0
         early = states.early if which == 0 and not moments.more else 0
-        held = states.held
+        live = states.held
         return StageMemory(
-            held._replace(
+            live._replace(
                 gradient=states.sharded if later else 0,
                 unsharded=(states.whole if later else 0)
                 + (states.arriving if backward and not packs else early),
@@ -214,8 +214,8 @@ class Capacity:
         split = choice.schedule.startswith("zero-bubble")
         one_round = choice.schedule == "interleaved" and micros == choice.pp
         key = (*choice[:6], choice.schedule, choice.virtual_stages, rank, micros > 1, one_round)
-        if found := self._known_states.get(key):
-            return found
+        if states := self._known_states.get(key):
+            return states
         blocks, ends, largest = self.ranks.parameters(choice, rank)
         e, number = self.element_bytes, (blocks + ends).number
         rest = self._shard_bytes(choice, blocks + ends)
@@ -233,10 +233,10 @@ class Capacity:
             waiting = blocks.number // choice.virtual_stages + (ends.number if rank else 0)
         # with each backward, or with the last, when nothing else is under way
         sends = choice.dp * choice.cp > 1 and (not waits or choice.pp == 1)
-        held = Live(parameter=rest, compute=e * gathered, optimizer=self.moments * rest)
-        found = States(
-            held,
-            held.total,
+        live = Live(parameter=rest, compute=e * gathered, optimizer=self.moments * rest)
+        states = States(
+            live,
+            live.total,
             4 * waiting if waits else 0,
             0 if waits else rest,
             e * (largest + ends).number,
@@ -244,8 +244,8 @@ class Capacity:
             4 * (ends.number or largest.number) * (sends and not waits and micros > 1),
             4 * ends.number * (split and micros > 1 and last),
         )
-        self._known_states[key] = found
-        return found
+        self._known_states[key] = states
+        return states
 
     def _activation_peaks(self, choice: LayoutChoice, rank: int, micros: int) -> ActivationPeaks:
         """Return the activation bytes of a pipeline rank at its three possible peaks, cached."""
@@ -263,8 +263,8 @@ class Capacity:
             rank,
             micros,
         )
-        if found := self._known_moments.get(key):
-            return found
+        if peaks := self._known_moments.get(key):
+            return peaks
         at_once = microbatches_in_flight(
             choice.schedule, choice.pp, micros, choice.virtual_stages, rank
         )
@@ -283,15 +283,15 @@ class Capacity:
             stream //= choice.tp
         # the batch, and what goes to and comes from two neighbours
         sent = 16 * micros * tokens + (4 * stream if choice.pp > 1 else 0)
-        found = ActivationPeaks(
+        peaks = ActivationPeaks(
             at_once * kept + losses * loss + logits,
             at_once * kept + losses * loss + again,
             later * kept + max(losses - 1, 1) * loss + again,
             more,
             sent,
         )
-        self._known_moments[key] = found
-        return found
+        self._known_moments[key] = peaks
+        return peaks
 
     def _shard_bytes(self, choice: LayoutChoice, whole: ParameterCount) -> int:
         """Return the bytes of this rank's shard of parameters in fp32. `whole`: the parameters
@@ -321,8 +321,8 @@ class Capacity:
             choice.microbatch_size,
         )
         rank_key = (*key, choice.pp, choice.schedule, choice.virtual_stages, rank)
-        if found := self._known_activations.get(rank_key):
-            return found
+        if known := self._known_activations.get(rank_key):
+            return known
         if key not in self._known_layers:
             kinds = self.ranks.blocks
             plain = [self._kept_bytes(block, choice, "none") for block in kinds]

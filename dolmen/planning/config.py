@@ -47,7 +47,7 @@ def ranks_of(text: str, world: int) -> list[int]:
     """
     # embedding and head are on the first and the last
     named = {"first": 0, "middle": world // 2, "last": world - 1}
-    found: list[int] = []
+    ranks: list[int] = []
     for word in (word.strip() for word in text.split(",")):
         if word not in named and not (word.isascii() and word.isdigit() and len(word) < 10):
             raise ValueError(
@@ -61,8 +61,8 @@ def ranks_of(text: str, world: int) -> list[int]:
                 f"{world - 1}"
             )
         # first and middle are one rank in a world of 1
-        found += [rank] if rank not in found else []
-    return found
+        ranks += [rank] if rank not in ranks else []
+    return ranks
 
 
 @config("train")
@@ -150,9 +150,9 @@ class PlanConfig:
             )
         # they have no meaning for generation
         of_training = ("as_recipe", "report", "tokens", "rent", "explain")
-        if self.inference and (said := [name for name in of_training if getattr(self, name)]):
+        if self.inference and (stated := [name for name in of_training if getattr(self, name)]):
             raise ValueError(
-                f"{said[0].replace('_', '-')} is for training, but --inference plans generation: "
+                f"{stated[0].replace('_', '-')} is for training, but --inference plans generation: "
                 "leave one of the two out"
             )
 

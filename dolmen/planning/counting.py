@@ -313,15 +313,15 @@ class Counting(dispatch.Dispatch):
             out = self._wait(args[0])
         # only for this operator's results
         self.memory.making, making = self._kind, self.memory.making
-        made = [t for t in _tensors(out) if not isinstance(t, dispatch.Arriving)]
+        outputs = [t for t in _tensors(out) if not isinstance(t, dispatch.Arriving)]
         if not operator.is_view:  # of what was not made here, such as the batch, too
-            for tensor in made:
+            for tensor in outputs:
                 self.memory.add(tensor)
         self.memory.making = making
-        for kind, tensor in known_kinds(name, args, options, made, self.memory.kind_of):
+        for kind, tensor in known_kinds(name, args, options, outputs, self.memory.kind_of):
             self.memory.is_now(kind, tensor)
         if self.places is not None and not operator.is_view:
-            self._seen(operator, name, args, options, made)
+            self._seen(operator, name, args, options, outputs)
         return dispatch.completed_work() if self.instant and name == "c10d.send" else out
 
     def _wait(self, tensor: Tensor) -> Tensor:
@@ -348,17 +348,17 @@ class Counting(dispatch.Dispatch):
         name: str,
         args: Sequence[Any],
         options: dict[str, Any],
-        made: list[Tensor],
+        outputs: list[Tensor],
     ) -> None:
         """Add the ledger row of an operator: collective or send with its axis and bytes; a product
         or attention with FLOPs; anything else by the bytes it reads and writes. Operators that
         compute nothing add none.
         """
         sends = COLLECTIVES.get(name)
-        given = [*_tensors(args), *_tensors(options)]
+        inputs = [*_tensors(args), *_tensors(options)]
         if sends is not None:
             # the larger of input and output: the gathered, or the unscattered one
-            payload = max(t.nbytes for t in (*given, *made))
+            payload = max(t.nbytes for t in (*inputs, *outputs))
             kind = "send" if sends in ("send", "receive") else "collective"
             axis = self._collective_axis(sends, name, args)
             if axis is not None:
@@ -368,17 +368,17 @@ class Counting(dispatch.Dispatch):
             return
         product = PRODUCTS.get(name)
         moved = {
-            "read": sum(t.nbytes for t in given),
-            "written": sum(t.nbytes for t in made if not operator.is_view),
+            "read": sum(t.nbytes for t in inputs),
+            "written": sum(t.nbytes for t in outputs if not operator.is_view),
         }
         if product is None:
             self._row("memory", name.removeprefix("aten."), **moved)
             return
         # FLOPs by formula, from shapes only
-        found = product(args, options)
+        flops = product(args, options)
         op = name.removeprefix("aten.")
-        factors = SHORT[found.dtype]
-        self._row(found.kind, op, flops=found.flops, shape=found.shape, dtype=factors, **moved)
+        factors = SHORT[flops.dtype]
+        self._row(flops.kind, op, flops=flops.flops, shape=flops.shape, dtype=factors, **moved)
 
     def _collective_axis(self, sends: str, name: str, args: Sequence[Any]) -> str | None:
         """Return the mesh axis of a collective; None for a group of this rank alone, over which
@@ -444,7 +444,7 @@ def known_kinds(
     name: str,
     args: Sequence[Any],
     options: dict[str, Any],
-    made: list[Tensor],
+    outputs: list[Tensor],
     kind_of: Callable[[Tensor], Kind | None],
 ) -> Iterator[tuple[Kind, Tensor]]:
     """Yield (memory kind, tensor) for the tensors of an operator whose kind follows from the
@@ -473,6 +473,6 @@ def known_kinds(
         case "aten._to_copy":
             match kind_of(args[0]):
                 case "unsharded":
-                    yield "unsharded", made[0]
+                    yield "unsharded", outputs[0]
                 case "parameter":
-                    yield "compute", made[0]
+                    yield "compute", outputs[0]

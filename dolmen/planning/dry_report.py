@@ -55,10 +55,10 @@ class DryRunReport:
             # the sum, then its kinds
             table.add_row(title, *(log.gib(live.total) for live in lives), style="bold")
             for kind, word in WORDS.items():
-                held = [live._asdict()[kind] for live in lives]
+                bytes_by_rank = [live._asdict()[kind] for live in lives]
                 # kinds that no rank has are left out
-                if any(held):
-                    table.add_row(f"  {word}", *map(log.gib, held))
+                if any(bytes_by_rank):
+                    table.add_row(f"  {word}", *map(log.gib, bytes_by_rank))
         table.add_row("  reached in", *(_peak_place(ledger) for ledger in self.ledgers))
         self._add_rows(table, "FLOPs", [_flops_by_module(one) for one in self.ledgers], log.size)
         sent = [
@@ -90,24 +90,24 @@ def _flops_by_module(ledger: Ledger) -> dict[str, int]:
     """Return the FLOPs by module, summed over layers, and "in all". Those outside of any module
     belong to the LM head.
     """
-    found: Counter[str] = Counter()
+    flops: Counter[str] = Counter()
     for row in ledger.rows:
         if row.flops:
             # all layers are one row
             name = re.sub(r"^layers\.\d+", "layers", row.module) or "head"
-            found[".".join(name.split(".")[:2])] += row.flops * row.times
-    return {**found, "in all": ledger.flops}
+            flops[".".join(name.split(".")[:2])] += row.flops * row.times
+    return {**flops, "in all": ledger.flops}
 
 
 def _sends_by_axis(ledger: Ledger) -> dict[tuple[str, str], tuple[int, int]]:
     """Return (axis, operation) -> (count, bytes in all) of a rank's collectives and sends."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+    sends: dict[tuple[str, str], tuple[int, int]] = {}
     rows: list[LedgerRow] = [row for row in ledger.rows if row.kind in ("collective", "send")]
     for row in rows:
-        often, size = found.get((row.axis, row.op), (0, 0))
+        often, size = sends.get((row.axis, row.op), (0, 0))
         # rows of the steady state count many times
-        found[row.axis, row.op] = often + row.times, size + row.payload * row.times
-    return dict(sorted(found.items()))
+        sends[row.axis, row.op] = often + row.times, size + row.payload * row.times
+    return dict(sorted(sends.items()))
 
 
 def _rank_dict(ledger: Ledger) -> dict[str, Any]:

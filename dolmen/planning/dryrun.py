@@ -73,11 +73,11 @@ def report(request: DryrunRequest, progress: bool = False) -> DryRunReport:
     steps = [shorten_step(run, rank, options.exact).schedule for rank in ranks]
     # for the bar
     actions = [len(one.actions[rank // pp]) for one, rank in zip(steps, ranks, strict=True)]
-    done, found = count(1), []
+    done, counts = count(1), []
     title = f"dry run of {plural(len(ranks), 'rank')} of {run.layout.world:,}"
     with bar(title, sum(actions), progress, MofNCompleteColumn()) as reach:
         for rank in ranks:
-            found.append(
+            counts.append(
                 dryrun(
                     run,
                     rank,
@@ -87,10 +87,10 @@ def report(request: DryrunRequest, progress: bool = False) -> DryRunReport:
                     observe=lambda: reach(next(done)),
                 )
             )
-            peak = found[-1].peak
+            peak = counts[-1].peak
             say(f"rank {rank:,}: {gib(peak)} at the peak", progress)
             gc.collect()  # the model is in cycles
-    return DryRunReport(run, hardware, tuple(found))
+    return DryRunReport(run, hardware, tuple(counts))
 
 
 def dryrun(
@@ -211,8 +211,8 @@ def crash_error(rank: int, counting: Counting, error: Exception) -> ValueError:
     where = f"after {last}" if last else "at the start"
     module = counting.places.here if counting.places is not None else None
     inside = f" in {module}" if module else ""
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return ValueError(f"the step of rank {rank} would fail {where}{inside}: {said}")
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return ValueError(f"the step of rank {rank} would fail {where}{inside}: {reason}")
 
 
 def allocate_state(
@@ -251,12 +251,12 @@ def groups(mesh: Mesh) -> dict[str, list[str]]:
     """Return process group name -> names of the mesh axes that it serves; the axes of pipeline
     sends are "pp".
     """
-    found: dict[str, list[str]] = {}
+    members: dict[str, list[str]] = {}
     for name, axis in axes_of(mesh).items():
         if axis.group is not None:
             known = "pp" if name in ("up", "down") else name
-            found.setdefault(axis.group.group_name, []).append(known)
-    return found
+            members.setdefault(axis.group.group_name, []).append(known)
+    return members
 
 
 @dataclass(frozen=True, eq=False)

@@ -154,33 +154,33 @@ def read_device(name: str) -> Device:
     file, or numbers out of bounds.
     """
     file = _find_file(name, DEVICES, "device")
-    found = gate.read_yaml(file, kinds.DEVICE)
+    content = gate.read_yaml(file, kinds.DEVICE)
     # a typo would price another dtype's products
-    unknown = [dtype for dtype in found["peak_tflops"] if dtype not in DTYPES]
+    unknown = [dtype for dtype in content["peak_tflops"] if dtype not in DTYPES]
     # without a peak nothing could be priced
-    if unknown or not found["peak_tflops"]:
+    if unknown or not content["peak_tflops"]:
         what = f"has {unknown[0]}" if unknown else "is empty"
         raise gate.refuse(file, f"peak_tflops {what}: it must have some of {', '.join(DTYPES)}")
-    check_device(file, found)
-    shares = found["efficiency"]
+    check_device(file, content)
+    shares = content["efficiency"]
     return Device(
         file.stem,
-        {dtype: tera * 1e12 for dtype, tera in found["peak_tflops"].items()},
+        {dtype: tera * 1e12 for dtype, tera in content["peak_tflops"].items()},
         # memory is in GiB, as nvidia-smi has it; rates are in GB/s
-        round(found["memory_gib"] * GIB),
-        found["memory_gb_s"] * GB,
-        found["multiprocessors"],
+        round(content["memory_gib"] * GIB),
+        content["memory_gb_s"] * GB,
+        content["multiprocessors"],
         shares["product"],
         shares.get("fp8", shares["product"]),
         shares["attention"],
         shares.get("tuned", shares["attention"]),
         shares["memory"],
         shares["variation"],
-        found["launch_us"] / 1e6,
-        found["host_us"] / 1e6,
-        found["host_gb_s"] * GB,
-        round(found["reserved_gib"] * GIB),
-        found.get("watts"),
+        content["launch_us"] / 1e6,
+        content["host_us"] / 1e6,
+        content["host_gb_s"] * GB,
+        round(content["reserved_gib"] * GIB),
+        content.get("watts"),
     )
 
 
@@ -193,40 +193,40 @@ def read_cluster(name: str) -> Cluster:
         return _take_gpus(int(counted[1]), counted[2])
     name, nodes = _split_nodes(name)
     file = _find_file(name, CLUSTERS, "cluster")
-    found = gate.read_yaml(file, kinds.CLUSTER)
+    content = gate.read_yaml(file, kinds.CLUSTER)
     tiers = tuple(
         Tier(t["name"], t["nodes"], t["oversubscription"], t["latency_us"] / 1e6)
-        for t in found.get("tiers", [])
+        for t in content.get("tiers", [])
     )
     # strictly rising: each tier joins groups of the one below
     if [t.nodes for t in tiers] != sorted({t.nodes for t in tiers}):
         raise gate.refuse(file, "tiers must be in order of increasing nodes")
     if nodes is None:
         # all of them
-        nodes = found["nodes"]
-    if nodes > found["nodes"]:
+        nodes = content["nodes"]
+    if nodes > content["nodes"]:
         raise ValueError(
-            f"{file.stem} has {found['nodes']:,} nodes, but {nodes:,} are requested: use "
-            f"--cluster {name}:{found['nodes']}, or a file of your own"
+            f"{file.stem} has {content['nodes']:,} nodes, but {nodes:,} are requested: use "
+            f"--cluster {name}:{content['nodes']}, or a file of your own"
         )
     # a single node needs no network
-    between = _parse_link(found["between"]) if "between" in found else None
+    between = _parse_link(content["between"]) if "between" in content else None
     if between is None and nodes > 1:
         raise gate.refuse(
             file, f"has {nodes:,} nodes but no `between`, the network that connects them: add it"
         )
-    device = read_device(_device_path(file, found["device"]))
-    check_cluster(file, found, device.bandwidth, device.watts)
+    device = read_device(_device_path(file, content["device"]))
+    check_cluster(file, content, device.bandwidth, device.watts)
     return Cluster(
         file.stem,
         device,
-        found["gpus_per_node"],
+        content["gpus_per_node"],
         nodes,
-        _parse_link(found["inside"]),
+        _parse_link(content["inside"]),
         between,
         tiers,
-        found["storage_gb_s"] * GB if "storage_gb_s" in found else None,
-        found["node_kw"] * 1000 if "node_kw" in found else None,
+        content["storage_gb_s"] * GB if "storage_gb_s" in content else None,
+        content["node_kw"] * 1000 if "node_kw" in content else None,
     )
 
 
@@ -281,12 +281,12 @@ def _split_nodes(name: str) -> tuple[str, int | None]:
     """Split NAME:NODES into the name and the number; None without a number. Raises ValueError for 0
     nodes.
     """
-    found = re.fullmatch(r"(.+):([0-9]{1,9})", name)
-    if not found:
+    match = re.fullmatch(r"(.+):([0-9]{1,9})", name)
+    if not match:
         return name, None
-    if int(found[2]) < 1:
-        raise ValueError(f"{name} has no nodes: use 1 or more, as in {found[1]}:1")
-    return found[1], int(found[2])
+    if int(match[2]) < 1:
+        raise ValueError(f"{name} has no nodes: use 1 or more, as in {match[1]}:1")
+    return match[1], int(match[2])
 
 
 def _find_file(name: str, folder: Path, what: str) -> Path:
@@ -316,9 +316,11 @@ def _device_path(file: Path, device: str) -> str:
     return str(file.parent / device) if Path(device).suffix in (".yaml", ".yml") else device
 
 
-def _parse_link(found: dict) -> Link:
+def _parse_link(content: dict) -> Link:
     """Return the link that a section of a cluster file describes."""
-    return Link(found["gb_s"] * GB, found["latency_us"] / 1e6, found["share"], found.get("peers"))
+    return Link(
+        content["gb_s"] * GB, content["latency_us"] / 1e6, content["share"], content.get("peers")
+    )
 
 
 # Bounds of the numbers of a file: one outside is in another unit, and would be planned for a
@@ -359,14 +361,14 @@ CLUSTER = {
 }
 
 
-def check_device(file: Path, found: dict[str, Any]) -> None:
+def check_device(file: Path, content: dict[str, Any]) -> None:
     """Raise Refused for a number out of its bounds, and for pairs that cannot be: FLOPs per byte,
     seconds to read all memory, reserved against all memory.
     """
-    for dtype, peak in found["peak_tflops"].items():
+    for dtype, peak in content["peak_tflops"].items():
         _check(file, f"peak_tflops.{dtype}", peak, DEVICE["peak_tflops"])
-    _check_all(file, found, DEVICE)
-    fastest, rate = max(found["peak_tflops"].values()), found["memory_gb_s"]
+    _check_all(file, content, DEVICE)
+    fastest, rate = max(content["peak_tflops"].values()), content["memory_gb_s"]
     # a V100 multiplies 132 numbers for each byte that it reads, a GB200 612 in fp8, a CPU 5 to 50
     # TFLOP/s over GB/s
     per_byte = 1000 * fastest / rate
@@ -378,38 +380,38 @@ def check_device(file: Path, found: dict[str, Any]) -> None:
         )
     # an A100 reads all its memory in 0.04 s, a V100 in 0.035
     # GiB to GB, over GB/s: seconds to read all memory once
-    sweep = found["memory_gib"] * 1.073741824 / rate
+    sweep = content["memory_gib"] * 1.073741824 / rate
     if sweep < 0.002:
         raise gate.refuse(
             file,
-            f"memory_gib {found['memory_gib']:,} at memory_gb_s {rate:,} is read in {sweep:.3g} "
+            f"memory_gib {content['memory_gib']:,} at memory_gb_s {rate:,} is read in {sweep:.3g} "
             "s, less than 0.002: check the units",
         )
-    if found["reserved_gib"] >= found["memory_gib"]:
+    if content["reserved_gib"] >= content["memory_gib"]:
         raise gate.refuse(
             file,
-            f"reserved_gib is {found['reserved_gib']:,} of memory_gib {found['memory_gib']:,}, "
+            f"reserved_gib is {content['reserved_gib']:,} of memory_gib {content['memory_gib']:,}, "
             "which leaves no memory for a model",
         )
 
 
 def check_cluster(
-    file: Path, found: dict[str, Any], memory_rate: float, watts: float | None
+    file: Path, content: dict[str, Any], memory_rate: float, watts: float | None
 ) -> None:
     """Raise Refused for a number out of its bounds, a link faster than the device's memory
     (`memory_rate`, bytes per second), or a node's power that does not fit its GPUs' (`watts` each;
     None: not known).
     """
-    _check_all(file, found, CLUSTER)
-    inside = found["inside"]["gb_s"]
+    _check_all(file, content, CLUSTER)
+    inside = content["inside"]["gb_s"]
     # the usual mistake: gigabits for gigabytes
-    if found["gpus_per_node"] > 1 and inside * 1e9 > memory_rate:
+    if content["gpus_per_node"] > 1 and inside * 1e9 > memory_rate:
         raise gate.refuse(
             file,
             f"inside.gb_s is {inside:,}, and the device's memory has {memory_rate / 1e9:,.0f}: a "
             "link cannot be faster than memory (GB/s are bytes, not bits)",
         )
-    gpus, kilowatts = found["gpus_per_node"], found.get("node_kw")
+    gpus, kilowatts = content["gpus_per_node"], content.get("node_kw")
     if kilowatts is not None and watts is not None:
         # a node also has CPUs, fans and adapters
         share = 1000 * kilowatts / (gpus * watts)
@@ -421,13 +423,13 @@ def check_cluster(
             )
 
 
-def _check_all(file: Path, found: dict[str, Any], bounds: dict[str, Bound]) -> None:
+def _check_all(file: Path, content: dict[str, Any], bounds: dict[str, Bound]) -> None:
     """Check the numbers of a file against `bounds`, whose keys are NAME or SECTION.NAME; numbers
     that are missing pass.
     """
     for name, bound in bounds.items():
         section, _, number = name.rpartition(".")
-        value = (found.get(section) or {}).get(number) if section else found.get(number)
+        value = (content.get(section) or {}).get(number) if section else content.get(number)
         # numbers that may be left out
         if isinstance(value, (int, float)):
             _check(file, name, value, bound)

@@ -85,29 +85,29 @@ class Memory:
         """Update the size of a storage, as FSDP frees and allocates them; unknown ones are
         ignored.
         """
-        found = self.held.get(id(storage))
-        if found is not None and found.bytes != storage.nbytes():
-            self._add_bytes(found.kind, storage.nbytes() - found.bytes)
-            found.bytes = storage.nbytes()
+        entry = self.held.get(id(storage))
+        if entry is not None and entry.bytes != storage.nbytes():
+            self._add_bytes(entry.kind, storage.nbytes() - entry.bytes)
+            entry.bytes = storage.nbytes()
 
     def is_now(self, kind: Kind, tensor: Tensor) -> None:
         """Change the kind of the storage of `tensor`; unknown ones are ignored."""
-        found = self.held.get(id(tensor.untyped_storage()))
-        if found is not None and found.kind != kind:
+        entry = self.held.get(id(tensor.untyped_storage()))
+        if entry is not None and entry.kind != kind:
             # the sum does not change, so neither does the peak
-            self.bytes[found.kind] -= found.bytes
-            self.bytes[kind] += found.bytes
-            found.kind = kind
+            self.bytes[entry.kind] -= entry.bytes
+            self.bytes[kind] += entry.bytes
+            entry.kind = kind
 
     def kind_of(self, tensor: Tensor) -> Kind | None:
         """Return the kind of a tensor's storage; None if it was not counted."""
-        found = self.held.get(id(tensor.untyped_storage()))
-        return None if found is None else found.kind
+        entry = self.held.get(id(tensor.untyped_storage()))
+        return None if entry is None else entry.kind
 
     def _remove(self, key: int) -> None:
         """Subtract a storage that has been freed."""
-        found = self.held.pop(key)
-        self._add_bytes(found.kind, -found.bytes)
+        entry = self.held.pop(key)
+        self._add_bytes(entry.kind, -entry.bytes)
 
     def _add_bytes(self, kind: Kind, size: int) -> None:
         """Add bytes (negative: subtract) to a kind, and update `lately` and `most`."""

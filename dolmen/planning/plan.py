@@ -67,15 +67,15 @@ def words(layout: Mapping[str, int | str | bool]) -> str:
 
 def command_options(options: Mapping[str, object]) -> str:
     """Format options for a command line, quoted for a shell; False is --SECTION.no-NAME."""
-    found = []
+    words = []
     for name, value in options.items():
         section, _, option = name.rpartition(".")
         if isinstance(value, bool):
             # as the command line switches a bool off
-            found.append(f"--{name}" if value else f"--{section}.no-{option}")
+            words.append(f"--{name}" if value else f"--{section}.no-{option}")
         else:
-            found.append(f"--{name} {shlex.quote(str(value))}")
-    return " ".join(found)
+            words.append(f"--{name} {shlex.quote(str(value))}")
+    return " ".join(words)
 
 
 class Change(NamedTuple):
@@ -130,12 +130,12 @@ class Timeline(NamedTuple):
 
     def chunks_held(self, rank: int) -> list[int]:
         """Return how many chunks of activations the rank holds after each of its actions."""
-        count, found = 0, []
+        count, counts = 0, []
         for action in self.schedule.actions[rank]:
             # an I keeps the activations that W needs
             count += (action.kind == "F") - (action.kind in "BW")
-            found.append(count)
-        return found
+            counts.append(count)
+        return counts
 
 
 class Fleet(NamedTuple):
@@ -290,9 +290,9 @@ class Plan:
         """The fleets on the front of GPUs against time, smallest first: no fleet with fewer GPUs is
         as fast.
         """
-        found: list[Fleet] = []
+        fleets: list[Fleet] = []
         for fleet in sorted(self.fleets, key=lambda f: (f.gpus, f.estimate.seconds)):
             # each larger fleet must be faster
-            if not found or fleet.estimate.seconds < found[-1].estimate.seconds:
-                found.append(fleet)
-        return tuple(found)
+            if not fleets or fleet.estimate.seconds < fleets[-1].estimate.seconds:
+                fleets.append(fleet)
+        return tuple(fleets)

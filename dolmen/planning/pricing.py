@@ -123,8 +123,8 @@ class Pricing:
         """
         # without ZeRO, which changes no computation
         key = (*choice[:5], choice.sequence_parallel, *choice[7:])
-        if found := self._quick.get(key):
-            return found
+        if known := self._quick.get(key):
+            return known
         p, v, micros = choice.pp, choice.virtual_stages, self.micros(choice)
         ranks = self._ranks(choice)
         forward, backward, weights = (self._seconds(choice, kind) for kind in "FBW")
@@ -159,13 +159,13 @@ class Pricing:
         """
         key = (choice.pp, choice.schedule, choice.virtual_stages, choice.recompute_layers)
         if key not in self._rank_groups:
-            found: Counter[tuple] = Counter()
+            groups: Counter[tuple] = Counter()
             for rank in range(choice.pp):
                 parts = Counter(
                     p for s in stages_of(choice, rank) for p in self._parts_of(choice, s)
                 )
-                found[tuple(sorted(parts.items()))] += 1
-            self._rank_groups[key] = [RankGroup(number, parts) for parts, number in found.items()]
+                groups[tuple(sorted(parts.items()))] += 1
+            self._rank_groups[key] = [RankGroup(number, parts) for parts, number in groups.items()]
         return self._rank_groups[key]
 
     def _parts_of(self, choice: LayoutChoice, stage: int) -> list[StagePart]:
@@ -173,12 +173,12 @@ class Pricing:
         head in the last.
         """
         layers, limit = self.capacity.ranks.layers_of_stages(choice), choice.recompute_layers
-        found = [
+        parts = [
             StagePart(self.capacity.ranks.kinds[layer], limit is None or i < limit)
             for i, layer in enumerate(layers[stage])
         ]
         ends = [EMBEDDING] * (stage == 0) + [HEAD] * (stage == len(layers) - 1)
-        return [*found, *ends]
+        return [*parts, *ends]
 
     def _unevenness(self, choice: LayoutChoice) -> float:
         """Return the factor (1 or more) by which an interleaved schedule is longer because chunks
@@ -221,11 +221,11 @@ class Pricing:
 
     def stages(self, choice: LayoutChoice) -> list[Stage]:
         """Return the seconds of each virtual stage for one microbatch, in order."""
-        made, send = [], self._send(choice)
+        stages, send = [], self._send(choice)
         for stage in range(choice.pp * choice.virtual_stages):
             parts = Counter(self._parts_of(choice, stage))
-            made.append(together([(n, self._part(p, choice)) for p, n in parts.items()], send))
-        return made
+            stages.append(together([(n, self._part(p, choice)) for p, n in parts.items()], send))
+        return stages
 
     def update(self, choice: LayoutChoice) -> Parts:
         """Return the seconds after the last action, on the rank with most parameters: the
@@ -421,8 +421,8 @@ def traffic(pricing: Pricing, choice: LayoutChoice) -> tuple[Traffic, ...]:
             sent, seconds = sums.get((one.tier, one.axis), (0.0, 0.0))
             sums[one.tier, one.axis] = sent + one.sent, seconds + one.seconds
     tiers = [NODE, *(tier.name for tier in pricing.cluster.tiers), "network"]
-    found = (Traffic(*key, *values) for key, values in sums.items())
-    return tuple(sorted(found, key=lambda one: (tiers.index(one.tier), one.axis)))
+    entries = (Traffic(*key, *values) for key, values in sums.items())
+    return tuple(sorted(entries, key=lambda one: (tiers.index(one.tier), one.axis)))
 
 
 def tier_traffic(row: LedgerRow, machine: Machine) -> Iterator[Traffic]:

@@ -122,8 +122,8 @@ class Question:
 
     def run_with_layout(self, layout: Mapping[str, int | str | bool]) -> RunConfig:
         """Return the run with a layout. `layout`: options as `LayoutChoice.options` has them."""
-        said: dict[str, dict[str, Any]] = {"layout": {}, "train": {}}
+        overrides: dict[str, dict[str, Any]] = {"layout": {}, "train": {}}
         for name, value in layout.items():
             section, _, option = name.partition(".")
-            said[section][option] = value
-        return from_dict(RunConfig, said, replace(self.run, layout=Layout()))
+            overrides[section][option] = value
+        return from_dict(RunConfig, overrides, replace(self.run, layout=Layout()))

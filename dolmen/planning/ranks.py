@@ -104,8 +104,8 @@ class ModelRanks:
 
     def elements(self, choice: LayoutChoice, rank: int) -> int:
         """Return the number of parameters of a pipeline rank, on one rank of tp."""
-        found = self.parameters(choice, rank)
-        return (found.blocks + found.ends).number
+        elements = self.parameters(choice, rank)
+        return (elements.blocks + elements.ends).number
 
     def parameters(self, choice: LayoutChoice, rank: int) -> RankParameters:
         """Return the parameters of a pipeline rank: blocks, embedding and head, and the largest

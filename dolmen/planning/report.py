@@ -134,15 +134,15 @@ def _summary(plan: Plan) -> str:
     """Return the plan's main numbers as an HTML table, and the options of the best layout."""
     # ranked by predicted time
     best = plan.ranked[0]
-    found, days = best.estimate, plan.days(best.estimate)
+    estimate, days = best.estimate, plan.days(best.estimate)
     # GiB
     free = (plan.cluster.device.memory - best.fullest) / 2**30
     # the numbers that a reader looks for first
     rows = {
         "parameters": f"{short(plan.parameters)} ({plan.parameters:,})",
         "best layout": f"{best.words}, bound by {best.bound}",
-        "step": f"{_format_interval(found)} s, MFU {best.mfu:.1%}",
-        "tokens per second": f"{plan.step_tokens / found.seconds:,.0f}",
+        "step": f"{_format_interval(estimate)} s, MFU {best.mfu:.1%}",
+        "tokens per second": f"{plan.step_tokens / estimate.seconds:,.0f}",
         "memory of the fullest GPU": f"{best.fullest / 2**30:.1f} GiB, {free:.1f} GiB free",
         f"{short(plan.budget)} tokens": f"{_format_interval(days)} days",
         "layouts considered": f"{plan.considered:,}",
@@ -154,9 +154,9 @@ def _summary(plan: Plan) -> str:
     return f"<table>\n{cells}\n</table>\n<pre>{escape(command_options(best.layout))}</pre>"
 
 
-def _format_interval(found: Estimate) -> str:
+def _format_interval(estimate: Estimate) -> str:
     """Format an estimate as "value (low to high)", three digits each."""
-    return f"{found.seconds:.3g} ({found.low:.3g} to {found.high:.3g})"
+    return f"{estimate.seconds:.3g} ({estimate.low:.3g} to {estimate.high:.3g})"
 
 
 RECIPE = "# Written by dolmen plan --as-recipe."
@@ -177,15 +177,15 @@ def check(options: PlanConfig) -> None:
         write.check_new("--report", Path(options.report) / NAME, parents=True)
 
 
-def write_recipe(question: Question, found: Plan, file: Path) -> str:
+def write_recipe(question: Question, plan: Plan, file: Path) -> str:
     """Write the first layout as a run for the plan's tokens to `file`. Returns the command that
     trains it, with placeholders for data and tokenizer if they are missing. Raises ValueError where
     it cannot be written.
     """
-    run = question.run_with_layout(found.ranked[0].layout)
-    if found.tokens:
+    run = question.run_with_layout(plan.ranked[0].layout)
+    if plan.tokens:
         # one length, that of the plan
-        train = replace(run.train, tokens=found.tokens, steps=None, epochs=None)
+        train = replace(run.train, tokens=plan.tokens, steps=None, epochs=None)
         run = replace(run, train=train)
     folder = Path(question.name)
     if run.data.tokenizer is None and any((folder / name).is_file() for name in TOKENIZER):

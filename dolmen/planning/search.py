@@ -35,12 +35,12 @@ def changes(question: Question, choice: LayoutChoice, now: float) -> Iterator[Ch
     for other in dict.fromkeys(neighbours(question, choice)):
         if other == choice:  # of what has no effect, such as ZeRO where dp is 1
             continue
-        held = question.fullest_bytes(other)
+        size = question.fullest_bytes(other)
         seconds = question.pricing.full(other).estimate.seconds
-        if seconds >= now and held > LESS * here:
+        if seconds >= now and size > LESS * here:
             continue
-        fits = held <= question.cluster.device.memory
-        tried.append(Change(difference(choice, other), seconds, held, fits))
+        fits = size <= question.cluster.device.memory
+        tried.append(Change(difference(choice, other), seconds, size, fits))
     yield from sorted(tried, key=lambda change: change.seconds)
 
 
@@ -72,11 +72,11 @@ def _variants(choice: LayoutChoice) -> dict[str, list]:
     divisor, other ZeRO stages and so on.
     """
     sizes = {n: [getattr(choice, n) * 2] for n in ("tp", "pp", "cp", "ep", "microbatch_size")}
-    for name, found in sizes.items():
+    for name, values in sizes.items():
         value = getattr(choice, name)
         if value > 1:
             # the next smaller size that divides
-            found.append(max(divisors(value)[:-1]))
+            values.append(max(divisors(value)[:-1]))
     chunks = choice.virtual_stages
     return {
         **sizes,
@@ -106,20 +106,20 @@ def add_fleets(question: Question, plan: Plan) -> Plan:
 
 def _others(question: Question, plan: Plan) -> Iterator[Fleet]:
     """Yield the best layout on other numbers of nodes; those on which none fits are left out."""
-    cluster, said = question.cluster, plan.ranked[0].layout
-    kept = {axis: int(said.get(f"layout.{axis}", 1)) for axis in ("tp", "cp", "ep")}
+    cluster, layout = question.cluster, plan.ranked[0].layout
+    kept = {axis: int(layout.get(f"layout.{axis}", 1)) for axis in ("tp", "cp", "ep")}
     # pp and dp are free
     pins = replace(question.pins, pp=None, dp=None, **kept)
     for nodes in sizes(cluster.nodes, cluster.tiers[-1].nodes if cluster.tiers else cluster.nodes):
         placed = replace(cluster, nodes=nodes)
         other = replace(question, cluster=placed, pins=pins)
         try:
-            found = search_layouts(other, 1)
+            result = search_layouts(other, 1)
         except ValueError:  # no layout of so many GPUs
             continue
-        if found.best:
-            timed = other.pricing.full(found.best[0])
-            yield Fleet(placed.gpus, timed.estimate, words(found.best[0].options))
+        if result.best:
+            timed = other.pricing.full(result.best[0])
+            yield Fleet(placed.gpus, timed.estimate, words(result.best[0].options))
 
 
 def sizes(nodes: int, most: int) -> list[int]:
@@ -157,10 +157,10 @@ def make_plan(question: Question, options: PlanConfig, progress: bool = False) -
     shows a bar of the dry run on stderr. Raises ValueError, in one line, where no layout is
     possible or none fits.
     """
-    found = search_layouts(question, max(SIMULATED, options.top))
-    if not found.best:
-        raise ValueError(refusal(question, found))
-    timed = [(question.pricing.full(choice), choice) for choice in found.best]
+    result = search_layouts(question, max(SIMULATED, options.top))
+    if not result.best:
+        raise ValueError(refusal(question, result))
+    timed = [(question.pricing.full(choice), choice) for choice in result.best]
     timed.sort(key=lambda one: one[0].estimate.seconds)
     dry = None
     if options.dryrun:
@@ -181,8 +181,8 @@ def make_plan(question: Question, options: PlanConfig, progress: bool = False) -
             for one, choice in timed[: options.top]
         ),
         Timeline(first.schedule, first.simulation),
-        considered=found.considered,
-        fitting=found.fitting,
+        considered=result.considered,
+        fitting=result.fitting,
         tokens=options.tokens or 0,
         prices=Prices(options.rent, options.node_price, options.years, options.kilowatt_hour),
         dtype=question.pricing.dtype,
@@ -208,17 +208,17 @@ def search_layouts(question: Question, best: int = SIMULATED) -> SearchResult:
         if choice.recompute == "selective" and choice._replace(recompute="none") == whole:
             fitting += 1  # as what computes nothing again does, which is faster
             continue
-        held = question.fullest_bytes(choice)
-        if held > memory:
-            if nearest is None or held < nearest[0]:
-                nearest = held, choice
+        size = question.fullest_bytes(choice)
+        if size > memory:
+            if nearest is None or size < nearest[0]:
+                nearest = size, choice
             continue
         fitting += 1
         whole = choice if choice.recompute == "none" else whole
         kind = choice._replace(zero=1, context="ring")
         # the closed forms are a ring's: what is gathered is longer than what they count
         gathers = choice.context == "gather"
-        key = round(question.pricing.quick(choice), 6), held, gathers, choice
+        key = round(question.pricing.quick(choice), 6), size, gathers, choice
         if kind not in fastest or key < fastest[kind]:
             fastest[kind] = key
     if not considered:
@@ -228,18 +228,18 @@ def search_layouts(question: Question, best: int = SIMULATED) -> SearchResult:
     return SearchResult(considered, fitting, chosen, nearest)
 
 
-def refusal(question: Question, found: SearchResult) -> str:
+def refusal(question: Question, result: SearchResult) -> str:
     """Return the error text for a model that fits no layout: the memory that is missing, and what
     would fit (a layout without the pins, or more nodes).
     """
-    assert found.nearest is not None
-    held, choice = found.nearest
+    assert result.nearest is not None
+    size, choice = result.nearest
     memory = question.cluster.device.memory
     gpus = plural(question.cluster.gpus, "GPU")
-    layouts, lacks = plural(found.considered, "layout"), gib(held - memory)
+    layouts, lacks = plural(result.considered, "layout"), gib(size - memory)
     text = (
         f"none of {layouts} fits into {gpus} of {gib(memory)}: the nearest, "
-        f"{words(choice.options)}, needs {gib(held)} on its fullest rank, {lacks} too many"
+        f"{words(choice.options)}, needs {gib(size)} on its fullest rank, {lacks} too many"
     )
     other = nearest_fitting(question, choice)
     if other is not None:

@@ -57,10 +57,10 @@ class Pins:
         """The options that are pinned, by name. With recompute_layers alone, recompute is
         "full".
         """
-        given = {name: value for name, value in asdict(self).items() if value is not None}
-        if given.get("recompute_layers") is not None and "recompute" not in given:
-            given["recompute"] = "full"
-        return given
+        stated = {name: value for name, value in asdict(self).items() if value is not None}
+        if stated.get("recompute_layers") is not None and "recompute" not in stated:
+            stated["recompute"] = "full"
+        return stated
 
 
 class LayoutChoice(NamedTuple):
@@ -88,26 +88,26 @@ class LayoutChoice(NamedTuple):
     @property
     def options(self) -> dict[str, int | str | bool]:
         """The options of `dolmen train` that select it, without those that have their default."""
-        found: dict[str, int | str | bool] = {}
+        options: dict[str, int | str | bool] = {}
         sizes = {"tp": self.tp, "cp": self.cp, "pp": self.pp, "ep": self.ep}
-        found |= {f"layout.{name}": size for name, size in sizes.items() if size > 1}
-        found["layout.dp"] = self.dp
+        options |= {f"layout.{name}": size for name, size in sizes.items() if size > 1}
+        options["layout.dp"] = self.dp
         if self.dp * self.cp > 1:
-            found["layout.zero"] = self.zero
+            options["layout.zero"] = self.zero
         if self.sequence_parallel:
-            found["layout.sequence-parallel"] = True
+            options["layout.sequence-parallel"] = True
         if self.cp > 1:
-            found["layout.context"] = self.context
+            options["layout.context"] = self.context
         if self.pp > 1:
-            found["layout.schedule"] = self.schedule
+            options["layout.schedule"] = self.schedule
         if self.virtual_stages > 1:
-            found["layout.virtual-stages"] = self.virtual_stages
+            options["layout.virtual-stages"] = self.virtual_stages
         if self.recompute != "none":
-            found["layout.recompute"] = self.recompute
+            options["layout.recompute"] = self.recompute
             if self.recompute_layers is not None:
-                found["layout.recompute-layers"] = self.recompute_layers
-        found["train.microbatch-size"] = self.microbatch_size
-        return found
+                options["layout.recompute-layers"] = self.recompute_layers
+        options["train.microbatch-size"] = self.microbatch_size
+        return options
 
 
 @dataclass(frozen=True)
@@ -277,17 +277,17 @@ def _schedules(pp: int, micros: int, layers: int, pins: Pins) -> tuple[tuple[str
     # embedding and head count as layers in the balance
     things = layers + 2
     if pp == 1:
-        found = [("1f1b", 1)]
+        schedules = [("1f1b", 1)]
     else:
-        found = [("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1)]
+        schedules = [("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1)]
         if 2 * pp <= things:
-            found.append(("zero-bubble-v", 2))
+            schedules.append(("zero-bubble-v", 2))
         # interleaved 1F1B needs whole rounds of pp microbatches
         if micros % pp == 0:
-            found += [("interleaved", chunks) for chunks in range(2, things // pp + 1)]
+            schedules += [("interleaved", chunks) for chunks in range(2, things // pp + 1)]
     return tuple(
         (name, chunks)
-        for name, chunks in found
+        for name, chunks in schedules
         if pins.schedule in (None, name) and pins.virtual_stages in (None, chunks)
     )
 

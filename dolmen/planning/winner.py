@@ -33,11 +33,11 @@ from dolmen.training.config import RunConfig
 @cache
 def program_hash() -> str:
     """Return a hash of the package's code, with the version of torch."""
-    root, found = Path(__file__).parent.parent, hashlib.sha256()
+    root, digest = Path(__file__).parent.parent, hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         # any change of the code may change what a step does
-        found.update(file.read_bytes())
-    return f"{found.hexdigest()} {version('torch')}"
+        digest.update(file.read_bytes())
+    return f"{digest.hexdigest()} {version('torch')}"
 
 
 def step_hash(run: RunConfig, *more: object) -> str:
@@ -74,11 +74,11 @@ def confirm(question: Question, choices: Sequence[LayoutChoice], progress: bool)
             return DryRun((), tuple(struck), counted)
         ranks = tuple(compare_rank(question, choice, one) for one in counted)
         # the context is in no ledger
-        held = max(one.peak.counted for one in ranks) + question.cluster.device.reserved
-        if held <= question.cluster.device.memory:
+        peak = max(one.peak.counted for one in ranks) + question.cluster.device.reserved
+        if peak <= question.cluster.device.memory:
             return DryRun(ranks, tuple(struck))
-        over = held - question.cluster.device.memory
-        struck.append(f"{words(choice.options)}: {gib(held)} by the dry run, {gib(over)} too much")
+        over = peak - question.cluster.device.memory
+        struck.append(f"{words(choice.options)}: {gib(peak)} by the dry run, {gib(over)} too much")
     return DryRun((), (), f"none of the first {len(struck)} layouts passes: {struck[0]}")
 
 
@@ -120,11 +120,11 @@ def count_ranks(run: RunConfig, device: Device, progress: bool) -> list[dict[str
     number = blocks_run(run, options)
     if number > MOST:
         return f"it runs {number:,} blocks one by one, which takes minutes"
-    found = report(DryrunRequest(run, options), progress).as_dict()
+    counts = report(DryrunRequest(run, options), progress).as_dict()
     with suppress(OSError):  # a home that cannot be written to costs the time again
         file.parent.mkdir(parents=True, exist_ok=True)
-        write.replace(file, json.dumps(found), lasting=False)
-    return found["ranks"]
+        write.replace(file, json.dumps(counts), lasting=False)
+    return counts["ranks"]
 
 
 def _is_whole(ranks: list[dict[str, Any]], run: RunConfig) -> bool:

@@ -161,24 +161,24 @@ def check_merged(
     merges lead to each, sample lines (also of `text`) decode to themselves, and sentencepiece
     agrees. Raises ValueError otherwise.
     """
-    made = load_tokenizer(str(folder), "--to")
-    ids = made.get_vocab()
+    loaded = load_tokenizer(str(folder), "--to")
+    ids = loaded.get_vocab()
     numbered = enumerate(tokens, first)
     if wrong := [token for number, token in numbered if ids.get(token) != number]:
         raise ValueError(
             f"transformers gives {plural(len(wrong), 'new token')} a different id, e.g. "
             f"{brief(wrong[0])} {ids.get(wrong[0])}"
         )
-    model = made.backend_tokenizer.model if made.is_fast else None
+    model = loaded.backend_tokenizer.model if loaded.is_fast else None
     if base.kind == "bpe" and model is not None:
         for token in tokens:
             # below the pre-tokenizer: the merges alone must build the token
             if len(model.tokenize(token)) != 1:
                 raise ValueError(f"no merges lead to {brief(token)}")
-    lines = probes(made)
+    lines = probes(loaded)
     if text is not None:
         lines += [line for piece in islice(text.pieces(), SAMPLE) for line in lines_of(piece)]
-    check_round_trip(made, lines, "--to")
+    check_round_trip(loaded, lines, "--to")
     merged = next(
         (
             folder / name
@@ -188,7 +188,7 @@ def check_merged(
         None,
     )
     if merged is not None:
-        check_sentencepiece(made, str(merged), lines)
+        check_sentencepiece(loaded, str(merged), lines)
 
 
 def probes(tokenizer: PreTrainedTokenizer) -> list[str]:

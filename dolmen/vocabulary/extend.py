@@ -128,33 +128,33 @@ def extend(config: VocabExtendConfig, progress: bool = True) -> Extended:
     hf_export.check_target(to)
     text = open_text(config.data)
     # a run that still trains must not change between the two measurements
-    found = open_source(pin_source(config.model))
-    unknown.warn(found.model)
-    if found.tokenizer is None:
+    base = open_source(pin_source(config.model))
+    unknown.warn(base.model)
+    if base.tokenizer is None:
         raise ValueError(
-            f"MODEL {found.where} has no tokenizer, so the new tokens cannot be determined"
+            f"MODEL {base.where} has no tokenizer, so the new tokens cannot be determined"
         )
-    before = open_vocabulary(str(found.tokenizer), "MODEL")
+    before = open_vocabulary(str(base.tokenizer), "MODEL")
     old = transformers_tokenizer(before, "MODEL")
     after = open_vocabulary(config.tokenizer, "--tokenizer")
     new = transformers_tokenizer(after, "--tokenizer")
     check_grown(old, new, config)
     check_round_trip(new, probes(new), f"--tokenizer {config.tokenizer}")
-    dtype = stated_dtype(found.model)
-    source = cast_source(found, dtype)
+    dtype = stated_dtype(base.model)
+    source = cast_source(base, dtype)
     first, size = vocabulary_size(old), vocabulary_size(new)
     # padding rows are used first: the model grows by what is missing only
-    rows = max(found.spec.vocab_size, size)
+    rows = max(base.spec.vocab_size, size)
     # lazily: the enlarged embedding is made when the writer reads it
     extended = ExtendedSource(
         source,
-        edit(found.model, vocab_size=rows),
+        edit(base.model, vocab_size=rows),
         after.where,
-        TokenRows(min(first, found.spec.vocab_size), _pieces(before, old, new), config),
+        TokenRows(min(first, base.spec.vocab_size), _pieces(before, old, new), config),
     )
     # before anything is written: a bad text costs no export
-    held_out_before = None if text is None else measure(found, old, text, config, progress)
-    hf_export.check_expressible(found.model, source.spec)
+    held_out_before = None if text is None else measure(base, old, text, config, progress)
+    hf_export.check_expressible(base.model, source.spec)
     writer = hf_export.TransformersWriter(extended, dtype)
     with writing.replace_when_complete(to) as (part, sidecars):
         writer.write(part, LayerPool())
@@ -162,7 +162,7 @@ def extend(config: VocabExtendConfig, progress: bool = True) -> Extended:
         write(sidecars, first, size, config.init)
     held_out_after = None if text is None else measure(open_source(to), new, text, config, progress)
     return Extended(
-        first, size, found.spec.vocab_size, rows, config.init, held_out_before, held_out_after
+        first, size, base.spec.vocab_size, rows, config.init, held_out_before, held_out_after
     )
 
 
@@ -199,13 +199,13 @@ def _pieces(
     first, every = vocabulary_size(old), sorted(old.get_vocab().values())
     model = old.backend_tokenizer.model
     special = {*new.backend_tokenizer.get_added_tokens_decoder()}
-    found: dict[int, list[int]] = {}
+    pieces: dict[int, list[int]] = {}
     for token, number in new.get_vocab().items():
         if number >= first:
             # special tokens are stored as plain text, learned ones as the vocabulary writes them
             text = before.token_from_bytes(token.encode()) if number in special else token
-            found[number] = [piece.id for piece in model.tokenize(text or token)] or every
-    return found
+            pieces[number] = [piece.id for piece in model.tokenize(text or token)] or every
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -251,8 +251,8 @@ class TokenRows:
             table, places = flat.unique(return_inverse=True)
             rows = old[table].to(wide).reshape(len(table), -1)
             # one kernel for bags of any length, without a padded [tokens, pieces, hidden] tensor
-            made = embedding_bag(places, rows, offsets, mode="mean")
-            whole[some] = made.reshape(len(some), *old.shape[1:]).to(old.dtype)
+            means = embedding_bag(places, rows, offsets, mode="mean")
+            whole[some] = means.reshape(len(some), *old.shape[1:]).to(old.dtype)
 
 
 @dataclass(frozen=True)

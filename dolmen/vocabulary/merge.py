@@ -151,25 +151,25 @@ def wanted_of(base: Vocabulary, new: Vocabulary) -> Wanted:
     characters, control characters, tokens over LONGEST characters, and those across the base's
     pre-tokenisation are left out, with the reason.
     """
-    found, have, parts = Wanted(), {*base.learned, *base.added.values()}, splits(base)
+    wanted, have, parts = Wanted(), {*base.learned, *base.added.values()}, splits(base)
     for token, score in new.learned.items():
         # UTF-8 bytes: what both vocabularies have in common
         meaning = new.meaning(token)
         ours = None if meaning is None else base.token_from_bytes(meaning)
         if meaning is None or ours is None:
-            found.leave_out("are a part of a character, which the base has as bytes")
+            wanted.leave_out("are a part of a character, which the base has as bytes")
         elif ours in have:
-            found.had += 1
+            wanted.had += 1
         elif base.form != "bytes" and any(byte < 0x20 for byte in meaning):
-            found.leave_out("contain control characters, which the base has as bytes")
+            wanted.leave_out("contain control characters, which the base has as bytes")
         elif len(ours) > LONGEST:
-            found.leave_out(f"have more than {LONGEST} characters")
+            wanted.leave_out(f"have more than {LONGEST} characters")
         # the base would never see such a token as one
         elif parts(meaning.decode(errors="ignore")) > 1:
-            found.leave_out("cross a boundary of the base's pre-tokenizer")
+            wanted.leave_out("cross a boundary of the base's pre-tokenizer")
         else:
-            found.tokens[ours] = score
-    return found
+            wanted.tokens[ours] = score
+    return wanted
 
 
 Files = dict[str, bytes | str | Mapping[str, Any]]
@@ -225,16 +225,16 @@ class Concatenations:
 
 def cut(parts: Iterable[str], pairs: Pairs) -> list[str]:
     """Apply BPE: join the neighbours of lowest rank, leftmost first, until no pair is known."""
-    found = list(parts)
-    while len(found) > 1:
-        ranked = [(pairs.rank(a, b), i) for i, (a, b) in enumerate(pairwise(found))]
+    pieces = list(parts)
+    while len(pieces) > 1:
+        ranked = [(pairs.rank(a, b), i) for i, (a, b) in enumerate(pairwise(pieces))]
         known = [(rank, i) for rank, i in ranked if rank is not None]
         # no pair of neighbours has a merge
         if not known:
             break
         _, at = min(known)
-        found[at : at + 2] = [found[at] + found[at + 1]]
-    return found
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+    return pieces
 
 
 @dataclass

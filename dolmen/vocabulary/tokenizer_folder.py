@@ -68,8 +68,8 @@ class Vocabulary:
         """Id -> token, of added tokens (special ones, for example), which are matched before the
         text is tokenised.
         """
-        found = [] if self.content is None else self.content.get("added_tokens") or []
-        return {one["id"]: one["content"] for one in found}
+        added = [] if self.content is None else self.content.get("added_tokens") or []
+        return {one["id"]: one["content"] for one in added}
 
     @cached_property
     def learned(self) -> dict[str, float | None]:
@@ -180,8 +180,8 @@ def transformers_tokenizer(vocabulary: Vocabulary, option: str) -> PreTrainedTok
     from transformers import PreTrainedTokenizerFast
 
     whole = json.dumps(sentencepiece_as_json(vocabulary.model))
-    made = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(whole))
-    return cast(PreTrainedTokenizer, made)  # whose stubs say less of its special tokens
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(whole))
+    return cast(PreTrainedTokenizer, tokenizer)  # whose stubs say less of its special tokens
 
 
 def splits(vocabulary: Vocabulary) -> Callable[[str], int]:
@@ -193,13 +193,17 @@ def splits(vocabulary: Vocabulary) -> Callable[[str], int]:
     steps = {name: vocabulary.content.get(name) for name in ("normalizer", "pre_tokenizer")}
     # only the steps before the model: an empty BPE
     bare = {"version": "1.0", "model": {"type": "BPE", "vocab": {}, "merges": []}, **steps}
-    made = Tokenizer.from_str(json.dumps(bare))
+    pre_tokenizer = Tokenizer.from_str(json.dumps(bare))
 
     def parts(text: str) -> int:
         """Count the parts of a text after the normaliser and the pre-tokenizer."""
-        if made.normalizer is not None:
-            text = made.normalizer.normalize_str(text)
-        return 1 if made.pre_tokenizer is None else len(made.pre_tokenizer.pre_tokenize_str(text))
+        if pre_tokenizer.normalizer is not None:
+            text = pre_tokenizer.normalizer.normalize_str(text)
+        return (
+            1
+            if pre_tokenizer.pre_tokenizer is None
+            else len(pre_tokenizer.pre_tokenizer.pre_tokenize_str(text))
+        )
 
     return parts
 
@@ -279,23 +283,23 @@ def merges_of_pieces(pieces: Sequence[VocabularyPiece]) -> list[list[str]]:
     falling score of that piece. sentencepiece joins the pair whose piece has the highest score.
     """
     normal = {piece.text for piece in pieces if piece.kind == NORMAL}
-    found: dict[float, list[list[str]]] = defaultdict(list)
+    merges: dict[float, list[list[str]]] = defaultdict(list)
     for piece in pieces:
         if piece.kind == NORMAL:
             text = piece.text
             # every way to cut the piece in two
             pairs = ([text[:at], text[at:]] for at in range(1, len(text)))
             # several ways to make a piece share its rank
-            found[piece.score] += [pair for pair in pairs if normal.issuperset(pair)]
-    return [pair for score in sorted(found, reverse=True) for pair in found[score]]
+            merges[piece.score] += [pair for pair in pairs if normal.issuperset(pair)]
+    return [pair for score in sorted(merges, reverse=True) for pair in merges[score]]
 
 
 def special_tokens(pieces: Sequence[VocabularyPiece]) -> dict[str, str]:
     """Special tokens of a sentencepiece model, as fields of tokenizer_config.json."""
     known = {"<s>": "bos_token", "</s>": "eos_token", "<pad>": "pad_token"}
-    found = {known[p.text]: p.text for p in pieces if p.kind == CONTROL and p.text in known}
+    special = {known[p.text]: p.text for p in pieces if p.kind == CONTROL and p.text in known}
     (unknown,) = (piece.text for piece in pieces if piece.kind == UNKNOWN)
-    return {**found, "unk_token": unknown}
+    return {**special, "unk_token": unknown}
 
 
 _EMPTY: dict[str, dict[str, Any]] = {

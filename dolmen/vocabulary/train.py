@@ -78,7 +78,7 @@ def draw(
     """
     chance = random.Random(seed)
     heap: list[tuple[float, int, str, int]] = []  # the largest number first, as its negative
-    held, whole, limit = 0, 0, 1.0
+    total, whole, limit = 0, 0, 1.0
     for place, line in enumerate(_lines(text)):
         size = len(line.encode())
         whole += size
@@ -89,17 +89,17 @@ def draw(
             continue
         # place: no two entries are compared by their text
         heapq.heappush(heap, (-number, place, line, size))
-        held += size
+        total += size
         # drop the largest keys until the sample fits
-        while held > most:
+        while total > most:
             largest, _, _, gone = heapq.heappop(heap)
             # A line whose number is not below that of the last one dropped could not stay: it is
             # not kept at all.
-            held, limit = held - gone, -largest
+            total, limit = total - gone, -largest
     # back to the order of the text
     heap.sort(key=lambda one: one[1])
     lines = [line for _, _, line, _ in heap]
-    return Sample(lines, held, whole, frozenset().union(*lines))
+    return Sample(lines, total, whole, frozenset().union(*lines))
 
 
 def _lines(text: Text) -> Iterator[str]:
@@ -165,12 +165,12 @@ def train(config: VocabTrainConfig, progress: bool = True) -> Trained:
     say(f"learning {config.size:,} tokens from {plural(sample.bytes, 'byte')}", progress)
     with writing.replace_when_complete(to) as (part, _):
         LEARN[config.kind](config, sample, part)
-        made = load_tokenizer(str(part), "--to")
+        tokenizer = load_tokenizer(str(part), "--to")
         lines = [line for one in sample.lines[:ROUND_TRIP_LINES] for line in lines_of(one)]
-        check_round_trip(made, lines, "--to")
+        check_round_trip(tokenizer, lines, "--to")
         if config.kind != "byte-bpe":
-            check_sentencepiece(made, str(part / MODELS[0]), lines)
-        counts = count(made, sample.lines, text.name)
+            check_sentencepiece(tokenizer, str(part / MODELS[0]), lines)
+        counts = count(tokenizer, sample.lines, text.name)
     return Trained(config.kind, config.size, sample.whole, sample.bytes, counts)
 
 
@@ -179,13 +179,13 @@ def check_size(config: VocabTrainConfig, sample: Sample) -> None:
     if not sample.lines:
         raise ValueError(f"--data.path {', '.join(config.data.path[:3])} contains no text")
     # tokens that need no text
-    given = BYTES + (1 if config.kind == "byte-bpe" else FRAME)
+    fixed = BYTES + (1 if config.kind == "byte-bpe" else FRAME)
     # each token that is learned is a run of the text of its own
-    if (wanted := config.size - given) > sample.bytes:
+    if (wanted := config.size - fixed) > sample.bytes:
         raise ValueError(
             f"--size is {config.size:,}, but {plural(sample.bytes, 'byte')} of text are too few "
             f"for {wanted:,} tokens besides single bytes: use --size "
-            f"{given + sample.bytes // 10:,} or less, or more text"
+            f"{fixed + sample.bytes // 10:,} or less, or more text"
         )
 
 
@@ -233,15 +233,15 @@ def _train_sentencepiece(config: VocabTrainConfig, sample: Sample, folder: Path)
 def _reason(config: VocabTrainConfig, error: str) -> str:
     """Translate sentencepiece's error into a message with our options."""
     # sentencepiece's own message names the possible size
-    if found := re.search(r"value <= (\d+)", error):
+    if match := re.search(r"value <= (\d+)", error):
         return (
-            f"--size is {config.size:,}, but the text has only {int(found[1]):,} pieces: use "
-            f"--size {found[1]} or less, or more text"
+            f"--size is {config.size:,}, but the text has only {int(match[1]):,} pieces: use "
+            f"--size {match[1]} or less, or more text"
         )
-    if found := re.search(r"required_chars. \d+ vs (\d+)", error):
+    if match := re.search(r"required_chars. \d+ vs (\d+)", error):
         return (
             f"--size is {config.size:,}, but single bytes and characters of the text need "
-            f"{int(found[1]):,}: use a larger --size"
+            f"{int(match[1]):,}: use a larger --size"
         )
     return f"sentencepiece failed: {error}"
 
@@ -252,11 +252,11 @@ def _train_byte_bpe(config: VocabTrainConfig, sample: Sample, folder: Path) -> N
     """
     # line ends were cut off, and are text to a byte-level BPE
     train_bpe((line + "\n" for line in sample.lines), config.size, folder, progress=False)
-    found = len(load_tokenizer(str(folder), "--to").get_vocab())
-    if found < config.size:
+    learned = len(load_tokenizer(str(folder), "--to").get_vocab())
+    if learned < config.size:
         raise ValueError(
-            f"--size is {config.size:,}, but the text gives only {found:,} tokens: use --size "
-            f"{found} or less, or more text"
+            f"--size is {config.size:,}, but the text gives only {learned:,} tokens: use --size "
+            f"{learned} or less, or more text"
         )
 
 

@@ -115,7 +115,7 @@ def test_searches_that_are_refused(words, want, tmp_path, monkeypatch):
     "words, want",
     (
         (["nope"], "gpipe, 1f1b, interleaved"),
-        (["interleaved", "--microbatches", 7], "groups of pp (4), and 7"),
+        (["interleaved", "--microbatches", 7], "groups of pp (4), but 7"),
         (["1f1b", "--virtual-stages", 2], "virtual-stages 1"),
         (["gpipe", "--forward", 0], "--forward (0)"),
         (["gpipe", "--send", "nan"], "--send is nan"),

@@ -447,6 +447,6 @@ def test_steps_that_are_not_finite_name_their_documents(material, tmp_path):
         "optimizer": {"lr": 1e30, "warmup_steps": 0, "clip": 0},
         "log": {"validate_every": 0},
     }
-    with pytest.raises(RuntimeError, match="last 3 steps, up to step .* not finite") as told:
+    with pytest.raises(RuntimeError, match="last 3 steps, up to step .* non-finite") as told:
         package.train(str(material.file), out=tmp_path / "run", **options)
     assert str(told.value).count(": documents ") == 4, told.value  # rows of the batch

@@ -25,7 +25,7 @@ refused. Its rope pairs are always neighbours; norms of latents exist with qk_la
 from collections.abc import Mapping
 from typing import Any
 
-from dolmen.conversion.megatron.options import OF_CORE, OF_OLDER, ONLY, Said
+from dolmen.conversion.megatron.options import OF_CORE, OF_OLDER, ONLY, MegatronOptions
 from dolmen.core.messages import brief
 from dolmen.families.differences import differences
 from dolmen.families.family import expect
@@ -55,78 +55,83 @@ def read(args: Mapping[str, Any], legacy: bool, rows: int) -> ModelSpec:
     of `rows`. `legacy`: saved by Megatron's classes from before Megatron-Core, which ignore some
     options. Raises ValueError, with option and value, for what dolmen does not compute.
     """
-    said = Said(args)
+    options = MegatronOptions(args)
     # options with one supported value
     for name, allowed in ONLY.items():
-        if said[name] not in allowed:
+        if options[name] not in allowed:
             raise ValueError(
-                f"{name} is {brief(said[name])}: in a Megatron checkpoint it must be {allowed[0]!r}"
+                f"{name} is {brief(options[name])}: in a Megatron checkpoint it must be "
+                f"{allowed[0]!r}"
             )
     # options that the code ignored have no say, whatever their value
     unread = OF_CORE if legacy else OF_OLDER
-    said = Said({name: value for name, value in said.items() if name not in unread})
-    if legacy and said["num_experts"]:
+    options = MegatronOptions(
+        {name: value for name, value in options.items() if name not in unread}
+    )
+    if legacy and options["num_experts"]:
         raise ValueError(
             "num_experts is set: experts are not supported in checkpoints from before Megatron-Core"
         )
-    norm = _norm(said)
-    of = read_latent if said["multi_latent_attention"] else _mixer
-    mixer, mlp = of(said, norm, _has_biases(said)), _mlp(said)
-    experts = _experts(said) if said["num_experts"] else mlp
+    norm = _norm(options)
+    of = read_latent if options["multi_latent_attention"] else _mixer
+    mixer, mlp = of(options, norm, _has_biases(options)), _mlp(options)
+    experts = _experts(options) if options["num_experts"] else mlp
     # attention is the same in all layers; only the MLP differs
-    blocks = [BlockSpec(mixer, experts if sparse else mlp, norm) for sparse in _sparse_layers(said)]
-    learned = _positions(said) == "learned_absolute"
-    table = PositionTable(said["max_position_embeddings"]) if learned else None
+    blocks = [
+        BlockSpec(mixer, experts if sparse else mlp, norm) for sparse in _sparse_layers(options)
+    ]
+    learned = _positions(options) == "learned_absolute"
+    table = PositionTable(options["max_position_embeddings"]) if learned else None
     return ModelSpec(
-        hidden_size=said["hidden_size"],
+        hidden_size=options["hidden_size"],
         embedding=EmbeddingSpec(rows, positions=table),
         runs=group_repeats(blocks),
         final_norm=norm,
-        head=LMHeadSpec(tied=not said["untie_embeddings_and_output_weights"]),
-        max_position_embeddings=said["max_position_embeddings"],
-        initializer_range=float(said.first("init_method_std", default=0.02)),
+        head=LMHeadSpec(tied=not options["untie_embeddings_and_output_weights"]),
+        max_position_embeddings=options["max_position_embeddings"],
+        initializer_range=float(options.first("init_method_std", default=0.02)),
     )
 
 
 def has_shifted_norms(args: Mapping[str, Any]) -> bool:
     """True if the weights of norms are stored less 1 (zero-centered gamma)."""
-    return bool(Said(args).first("layernorm_zero_centered_gamma", "apply_layernorm_1p"))
+    return bool(MegatronOptions(args).first("layernorm_zero_centered_gamma", "apply_layernorm_1p"))
 
 
-def _norm(said: Said) -> NormSpec:
+def _norm(options: MegatronOptions) -> NormSpec:
     """RMSNorm or LayerNorm (with bias) with its epsilon, 1e-5 by default."""
-    eps = float(said.first("layernorm_epsilon", "norm_epsilon", default=1e-5))
-    if said["normalization"] == "RMSNorm":
+    eps = float(options.first("layernorm_epsilon", "norm_epsilon", default=1e-5))
+    if options["normalization"] == "RMSNorm":
         return NormSpec("rmsnorm", eps)
     return NormSpec("layernorm", eps, bias=True)
 
 
-def _has_biases(said: Said) -> bool:
+def _has_biases(options: MegatronOptions) -> bool:
     """True if linear layers have biases."""
-    if said["disable_bias_linear"] is not None:
-        return not said["disable_bias_linear"]
-    return said["add_bias_linear"] in (None, True)
+    if options["disable_bias_linear"] is not None:
+        return not options["disable_bias_linear"]
+    return options["add_bias_linear"] in (None, True)
 
 
-def _positions(said: Said) -> str:
+def _positions(options: MegatronOptions) -> str:
     """Kind of positions: rope, learned_absolute or none."""
-    rope = "rope" if said["use_rotary_position_embeddings"] else None
-    return rope or said["position_embedding_type"] or "learned_absolute"
+    rope = "rope" if options["use_rotary_position_embeddings"] else None
+    return rope or options["position_embedding_type"] or "learned_absolute"
 
 
-def _mixer(said: Said, norm: NormSpec, bias: bool) -> AttentionSpec:
+def _mixer(options: MegatronOptions, norm: NormSpec, bias: bool) -> AttentionSpec:
     """Attention of all layers. Raises ValueError where the hidden size is not divisible by the
     heads.
     """
-    hidden, heads = said["hidden_size"], said["num_attention_heads"]
-    if said["kv_channels"] is None and hidden % heads:
+    hidden, heads = options["hidden_size"], options["num_attention_heads"]
+    if options["kv_channels"] is None and hidden % heads:
         raise ValueError(
             f"hidden_size ({hidden}) is not divisible by num_attention_heads ({heads})"
         )
     # head size
-    size = said["kv_channels"] or hidden // heads
-    groups = said["num_query_groups"] if said["group_query_attention"] else None
-    qkv_bias = bias or bool(said["add_qkv_bias"])
+    size = options["kv_channels"] or hidden // heads
+    groups = options["num_query_groups"] if options["group_query_attention"] else None
+    qkv_bias = bias or bool(options["add_qkv_bias"])
     return AttentionSpec(
         heads,
         groups or heads,
@@ -135,38 +140,38 @@ def _mixer(said: Said, norm: NormSpec, bias: bool) -> AttentionSpec:
         k_bias=qkv_bias,
         v_bias=qkv_bias,
         o_bias=bias,
-        qk_norm=norm if said["qk_layernorm"] else None,
-        positions=_rope(said, size) if _positions(said) == "rope" else None,
-        window=_window(said),
+        qk_norm=norm if options["qk_layernorm"] else None,
+        positions=_rope(options, size) if _positions(options) == "rope" else None,
+        window=_window(options),
     )
 
 
-def _rope(said: Said, size: int) -> RopeSpec:
+def _rope(options: MegatronOptions, size: int) -> RopeSpec:
     """Rope with its scaling. Raises ValueError where two kinds of scaling are set."""
-    theta = float(said.first("rotary_base", default=10000))
-    factor, scaling = said["rotary_seq_len_interpolation_factor"], None
+    theta = float(options.first("rotary_base", default=10000))
+    factor, scaling = options["rotary_seq_len_interpolation_factor"], None
     if factor not in (None, 1):
         scaling = LinearScaling(float(factor))
-    if said["use_rope_scaling"]:
+    if options["use_rope_scaling"]:
         if scaling is not None:
             raise ValueError(
                 "use_rope_scaling and rotary_seq_len_interpolation_factor are both set, which is "
                 "not supported"
             )
         scaling = Llama3Scaling(
-            float(said.first("rope_scaling_factor", default=8.0)), 1.0, 4.0, 8192
+            float(options.first("rope_scaling_factor", default=8.0)), 1.0, 4.0, 8192
         )
     # dims of a head that are rotated
-    part = int(size * said.first("rotary_percent", default=1.0))
-    return RopeSpec(part, theta, scaling, interleaved=bool(said["rotary_interleaved"]))
+    part = int(size * options.first("rotary_percent", default=1.0))
+    return RopeSpec(part, theta, scaling, interleaved=bool(options["rotary_interleaved"]))
 
 
-def _window(said: Said) -> int | None:
+def _window(options: MegatronOptions) -> int | None:
     """Sliding window as the number of tokens that a query attends to, itself included; None without
     one. Megatron stores (tokens before it, tokens behind it). Raises ValueError for windows that
     look ahead.
     """
-    window = said["window_size"]
+    window = options["window_size"]
     if window is None:
         return None
     before, behind = window if isinstance(window, (tuple, list)) else (window, 0)
@@ -178,33 +183,33 @@ def _window(said: Said) -> int | None:
     return None if before < 0 else before + 1
 
 
-def _activation(said: Said) -> Activation:
+def _activation(options: MegatronOptions) -> Activation:
     # the fused kernel is bias + GELU(tanh); without biases Megatron does not use it
     """GELU of an MLP that is not gated: the tanh approximation where the fused kernel (which needs
     biases) or openai_gelu is used, else the exact one, as under onnx_safe always.
     """
-    fused = bool(said["bias_gelu_fusion"]) and _has_biases(said)
-    if said["onnx_safe"]:
+    fused = bool(options["bias_gelu_fusion"]) and _has_biases(options)
+    if options["onnx_safe"]:
         return "gelu"
-    return "gelu_tanh" if fused or said["openai_gelu"] else "gelu"
+    return "gelu_tanh" if fused or options["openai_gelu"] else "gelu"
 
 
-def _mlp(said: Said, size: str = "ffn_hidden_size") -> MLPSpec:
+def _mlp(options: MegatronOptions, size: str = "ffn_hidden_size") -> MLPSpec:
     """Dense MLP, SwiGLU or plain; `size` names the option with its width, 4 x hidden size by
     default.
     """
-    width = said[size] or 4 * said["hidden_size"]
-    if said["swiglu"]:
-        return MLPSpec(width, True, "silu", _has_biases(said))
-    return MLPSpec(width, False, _activation(said), _has_biases(said))
+    width = options[size] or 4 * options["hidden_size"]
+    if options["swiglu"]:
+        return MLPSpec(width, True, "silu", _has_biases(options))
+    return MLPSpec(width, False, _activation(options), _has_biases(options))
 
 
-def _sparse_layers(said: Said) -> list[bool]:
+def _sparse_layers(options: MegatronOptions) -> list[bool]:
     """For each layer, True if it has experts. moe_layer_freq is a period or a list of 0 and 1.
     Raises ValueError for a list of another length than num_layers.
     """
-    layers, often = said["num_layers"], said.first("moe_layer_freq", default=1)
-    if not said["num_experts"]:
+    layers, often = options["num_layers"], options.first("moe_layer_freq", default=1)
+    if not options["num_experts"]:
         return [False] * layers
     if isinstance(often, int):
         return [i % often == 0 for i in range(layers)]
@@ -213,37 +218,42 @@ def _sparse_layers(said: Said) -> list[bool]:
     return [bool(one) for one in often]
 
 
-def _experts(said: Said) -> MoESpec:
+def _experts(options: MegatronOptions) -> MoESpec:
     """Mixture of experts with its router and shared expert. Raises ValueError for experts that are
     not SwiGLU or have biases, and for group scores of more than 2 experts.
     """
-    if not said["swiglu"] or _has_biases(said):
+    if not options["swiglu"] or _has_biases(options):
         raise ValueError("experts without swiglu or with biases are not supported")
-    top, groups = said["moe_router_topk"] or 2, said["moe_router_num_groups"] or 1
+    top, groups = options["moe_router_topk"] or 2, options["moe_router_num_groups"] or 1
     # group-limited routing of DeepSeek-V3; all groups without it
-    kept = said["moe_router_group_topk"] or groups
-    sigmoid = said["moe_router_score_function"] == "sigmoid"
+    kept = options["moe_router_group_topk"] or groups
+    sigmoid = options["moe_router_score_function"] == "sigmoid"
     # Megatron scores a group by the sum of its best topk / group_topk experts
     best = top // kept if groups > 1 else 1
     if best not in (1, 2):
         raise ValueError(
             f"the router scores a group by its best {best} experts: only 1 and 2 are supported"
         )
-    shared, aux = said["moe_shared_expert_intermediate_size"], said["moe_aux_loss_coeff"] or 0.0
+    shared, aux = (
+        options["moe_shared_expert_intermediate_size"],
+        options["moe_aux_loss_coeff"] or 0.0,
+    )
     return MoESpec(
-        number=said["num_experts"],
+        number=options["num_experts"],
         per_token=top,
-        size=said["moe_ffn_hidden_size"] or said["ffn_hidden_size"] or 4 * said["hidden_size"],
+        size=options["moe_ffn_hidden_size"]
+        or options["ffn_hidden_size"]
+        or 4 * options["hidden_size"],
         activation="silu",
         router=RouterSpec(
             score="sigmoid" if sigmoid else "softmax",
             # softmax after the choice is that of all, divided by the sum of the chosen
-            normalise=top > 1 if sigmoid else not said["moe_router_pre_softmax"],
-            scale=float(said["moe_router_topk_scaling_factor"] or 1.0),
+            normalise=top > 1 if sigmoid else not options["moe_router_pre_softmax"],
+            scale=float(options["moe_router_topk_scaling_factor"] or 1.0),
             groups=groups,
             groups_per_token=kept,
             group_score="top2" if best == 2 else "max",
-            bias=bool(said["moe_router_enable_expert_bias"]),
+            bias=bool(options["moe_router_enable_expert_bias"]),
             aux_loss_coef=float(aux if isinstance(aux, (int, float)) else sum(aux)),
         ),
         shared=MLPSpec(shared, True, "silu", False) if shared else None,
@@ -254,14 +264,14 @@ def new(spec: ModelSpec, legacy: bool) -> dict[str, Any]:
     """Return the options that make Megatron compute `spec`, by today's and former names. They are
     read back as a check: raises ValueError naming what Megatron cannot compute.
     """
-    said = _arguments(spec)
+    options = _arguments(spec)
     # One inverse instead of a list of exceptions: what is lost on the way shows as a difference.
-    again = read(said, legacy, spec.vocab_size)
-    if found := differences(spec, again):
-        text = "; ".join(f"{n} = {a} (Megatron: {b})" for n, a, b in found[:3])
+    again = read(options, legacy, spec.vocab_size)
+    if lost := differences(spec, again):
+        text = "; ".join(f"{n} = {a} (Megatron: {b})" for n, a, b in lost[:3])
         kind = "Megatron before Megatron-Core" if legacy else "Megatron-Core"
         raise ValueError(f"{kind} cannot compute {text}: choose another --to")
-    return said
+    return options
 
 
 def _arguments(spec: ModelSpec) -> dict[str, Any]:
@@ -371,56 +381,56 @@ SIZES = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_h
 """Defaults of Megatron's command line."""
 
 
-def read_latent(said: Said, norm: NormSpec, bias: bool) -> LatentAttentionSpec:
-    """Multi-head latent attention of `said`. Raises ValueError, with option and value, for what
+def read_latent(options: MegatronOptions, norm: NormSpec, bias: bool) -> LatentAttentionSpec:
+    """Multi-head latent attention of `options`. Raises ValueError, with option and value, for what
     dolmen does not compute, and for combinations that versions of Megatron-Core compute
     differently.
     """
-    if not said["qk_layernorm"]:
+    if not options["qk_layernorm"]:
         raise ValueError(
             "multi_latent_attention without qk_layernorm is not supported: the latents need norms"
         )
-    if said["rotary_interleaved"]:
+    if options["rotary_interleaved"]:
         raise ValueError(
             "rotary_interleaved is True with multi_latent_attention, whose rope pairs are "
             "adjacent already: only False is supported"
         )
-    if said["rotary_percent"] not in (None, 1):
+    if options["rotary_percent"] not in (None, 1):
         raise ValueError(
-            f"rotary_percent is {said['rotary_percent']} with multi_latent_attention: only 1 is "
+            f"rotary_percent is {options['rotary_percent']} with multi_latent_attention: only 1 is "
             "supported (rope on all of qk_pos_emb_head_dim)"
         )
-    sizes = {name: said.first(name, default=default) for name, default in SIZES.items()}
-    scaling = _scaling(said)
+    sizes = {name: options.first(name, default=default) for name, default in SIZES.items()}
+    scaling = _scaling(options)
     return LatentAttentionSpec(
-        said["num_attention_heads"],
-        said["q_lora_rank"],
+        options["num_attention_heads"],
+        options["q_lora_rank"],
         sizes["kv_lora_rank"],
         sizes["qk_head_dim"],
         sizes["v_head_dim"],
         norm,
         RopeSpec(
             sizes["qk_pos_emb_head_dim"],
-            float(said.first("rotary_base", default=10000)),
+            float(options.first("rotary_base", default=10000)),
             scaling,
             interleaved=True,
         ),
         # mscale equals mscale_all_dim here, so cos and sin have factor 1
-        mscale_all_dim=float(said["mscale"]) if scaling else 0.0,
+        mscale_all_dim=float(options["mscale"]) if scaling else 0.0,
         o_bias=bias,
     )
 
 
-def _scaling(said: Said) -> YarnScaling | None:
+def _scaling(options: MegatronOptions) -> YarnScaling | None:
     """YaRN scaling, or None where positions and scores are not scaled. Raises ValueError as
     `read`.
     """
-    factor = float(said.first("rotary_scaling_factor", default=1.0))
+    factor = float(options.first("rotary_scaling_factor", default=1.0))
     if factor <= 1:
-        if factor < 1 and said["rope_type"] != "rope":
+        if factor < 1 and options["rope_type"] != "rope":
             raise ValueError(f"rotary_scaling_factor is {factor}: it must be at least 1")
         return None
-    mscale, all_dim = said["mscale"], said["mscale_all_dim"]
+    mscale, all_dim = options["mscale"], options["mscale_all_dim"]
     # the versions agree where both are equal: t(mscale) / t(mscale_all_dim) = 1
     if mscale is None or mscale != all_dim:
         raise ValueError(
@@ -428,7 +438,7 @@ def _scaling(said: Said) -> YarnScaling | None:
             "scores by the first, newer ones by the second, and args do not record the version; "
             "only checkpoints where both are equal are supported"
         )
-    if said["rope_type"] == "rope":
+    if options["rope_type"] == "rope":
         if mscale:
             raise ValueError(
                 f"rotary_scaling_factor is {factor} and mscale {mscale} with rope_type rope, "
@@ -437,17 +447,20 @@ def _scaling(said: Said) -> YarnScaling | None:
         return None
     return YarnScaling(
         factor,
-        _first_context(said),
-        float(said.first("beta_fast", default=32)),
-        float(said.first("beta_slow", default=1)),
+        _first_context(options),
+        float(options.first("beta_fast", default=32)),
+        float(options.first("beta_slow", default=1)),
     )
 
 
-def _first_context(said: Said) -> int:
+def _first_context(options: MegatronOptions) -> int:
     """Context length before YaRN's extension. Raises ValueError where it is not stated and versions
     of Megatron-Core differ in its default.
     """
-    stated, longest = said["original_max_position_embeddings"], said["max_position_embeddings"]
+    stated, longest = (
+        options["original_max_position_embeddings"],
+        options["max_position_embeddings"],
+    )
     if stated is None and longest != FIRST_CONTEXT:
         raise ValueError(
             "original_max_position_embeddings is missing: older versions of Megatron-Core use "

@@ -85,13 +85,16 @@ class Chunk:
         Raises Refused where the archive holds no tensor of this shape and dtype.
         """
         # restricted unpickling: finds where numbers lie, executes nothing
-        held = torch_files.load_part(self.file, self.position, self.length)
-        if not isinstance(held, StoredView) or (held.shape, held.dtype) != (self.sizes, dtype):
+        stored = torch_files.load_part(self.file, self.position, self.length)
+        if not isinstance(stored, StoredView) or (stored.shape, stored.dtype) != (
+            self.sizes,
+            dtype,
+        ):
             raise gate.refuse(
                 self.file,
                 f"holds no {dtype} of {self.sizes} at byte {self.position:,}, where {name} has one",
             )
-        return held
+        return stored
 
 
 @dataclass(frozen=True)
@@ -127,15 +130,15 @@ class Pieces(Stored):
 
     def _piece(self, part: Chunk) -> Tensor:
         """Read the part of a chunk that belongs to this slice of the stack."""
-        held, first = part.locate(self.name, self.spec.dtype), len(self.at)
+        view, first = part.locate(self.name, self.spec.dtype), len(self.at)
         # a layer of a stack is a slice of the chunk: skip to it by its strides
-        steps = zip(self.at, part.offsets, held.strides, strict=False)
+        steps = zip(self.at, part.offsets, view.strides, strict=False)
         skipped = sum((at - offset) * stride for at, offset, stride in steps)
         own = replace(
-            held,
-            offset=held.offset + skipped,
-            shape=held.shape[first:],
-            strides=held.strides[first:],
+            view,
+            offset=view.offset + skipped,
+            shape=view.shape[first:],
+            strides=view.strides[first:],
         )
         return own.locate(self.name, part.file).read()
 
@@ -256,7 +259,7 @@ def _state(
     """Find the optimizer state: moments and masters by parameter. A state that cannot be read is
     returned as State(unread=reason), so that the weights can still be.
     """
-    found: dict[str, dict[str, Stored]] = {}
+    by_kind: dict[str, dict[str, Stored]] = {}
     for own, one in stored.items():
         if FLAT.fullmatch(own):
             return State(
@@ -272,22 +275,22 @@ def _state(
         if of is None or of.spec.shape != one.spec.shape:
             shape = "not there" if of is None else of.spec.shape
             return State(unread=f"{own} is {one.spec.shape}, and {key} is {shape}")
-        if key in found.setdefault(kind, {}):
+        if key in by_kind.setdefault(kind, {}):
             return State(unread=f"{own} is not the only {kind} of {key}")
-        found[kind][key] = one
-    if not found:
+        by_kind[kind][key] = one
+    if not by_kind:
         return State()
     try:
         step = updates(common, file)
     except ValueError as error:
         return State(unread=str(error))
     # the same names and stacks as the weights
-    return State(step, {kind: _shards(ones, chunks)[0] for kind, ones in found.items()})
+    return State(step, {kind: _shards(ones, chunks)[0] for kind, ones in by_kind.items()})
 
 
 def _states(folder: Path, description: Foreign) -> States:
     """Find every fp8 `_extra_state`: canonical name of its weight -> expert -> its places."""
-    found: dict[str, dict[int, list[Kept]]] = {}
+    states: dict[str, dict[int, list[Kept]]] = {}
     for key, where in description.others.items():
         shard = SHARD.fullmatch(key)
         if shard is None:
@@ -304,8 +307,8 @@ def _states(folder: Path, description: Foreign) -> States:
         name = names.canonical(own)
         if name is not None:
             kept = Kept(folder / where.relative_path, part=(where.offset, where.length))
-            found.setdefault(name.with_layers_before(0), {}).setdefault(expert, []).append(kept)
-    return found
+            states.setdefault(name.with_layers_before(0), {}).setdefault(expert, []).append(kept)
+    return states
 
 
 def updates(common: Mapping[str, Any], file: Path) -> int | None:
@@ -317,15 +320,15 @@ def updates(common: Mapping[str, Any], file: Path) -> int | None:
     own = own if isinstance(own, Mapping) else {}
     # one optimizer, or several by number (of experts and of the rest)
     parts = [own] if own.keys() & {"optimizer", "param_groups"} else list(own.values())
-    said = {
+    counts = {
         _number(one, file)
         for part in parts
         if isinstance(part, Mapping)
         for one in _steps(part.get("optimizer", part))
     }
-    if len(said) > 1:
-        raise ValueError(f"parameters have different update counts: {sorted(said)}")
-    return said.pop() if said else common.get("iteration")
+    if len(counts) > 1:
+        raise ValueError(f"parameters have different update counts: {sorted(counts)}")
+    return counts.pop() if counts else common.get("iteration")
 
 
 def _steps(inner: Any) -> Iterator[Any]:
@@ -396,7 +399,7 @@ def chunks_of(folder: Path, description: Foreign) -> dict[str, list[Chunk]]:
     """Tensor name -> its chunks. Raises Refused for a file that is missing, or shorter than its
     chunks say.
     """
-    found: dict[str, list[Chunk]] = {key: [] for key in description.tensors}
+    chunks: dict[str, list[Chunk]] = {key: [] for key in description.tensors}
     ends: dict[Path, int] = {}
     sizes = {
         (key, chunk.offsets): tuple(chunk.sizes)
@@ -406,24 +409,24 @@ def chunks_of(folder: Path, description: Foreign) -> dict[str, list[Chunk]]:
     for index, place in description.places.items():
         offsets, file = index.offset or torch.Size(), folder / place.relative_path
         size = sizes[index.fqn, offsets]
-        found[index.fqn].append(Chunk(tuple(offsets), size, file, place.offset, place.length))
+        chunks[index.fqn].append(Chunk(tuple(offsets), size, file, place.offset, place.length))
         ends[file] = max(ends.get(file, 0), place.offset + place.length)
     for file, end in ends.items():
         with gate.open_file(file) as stream:
             size = stream.seek(0, os.SEEK_END)
         if size < end:
             raise gate.refuse(file, f"is truncated: {size:,} bytes, but {METADATA} expects {end:,}")
-    return found
+    return chunks
 
 
 def group_by_index(chunks: Sequence[Chunk], dims: int) -> dict[tuple[int, ...], list[Chunk]]:
     """Group chunks by their indices in the first `dims` dims (layer, expert); a chunk of several
     layers is in each of their groups.
     """
-    found: dict[tuple[int, ...], list[Chunk]] = {}
+    groups: dict[tuple[int, ...], list[Chunk]] = {}
     for chunk in chunks:
         # a chunk may span several layers
         first = zip(chunk.offsets[:dims], chunk.sizes[:dims], strict=True)
         for at in product(*(range(offset, offset + size) for offset, size in first)):
-            found.setdefault(at, []).append(chunk)
-    return found
+            groups.setdefault(at, []).append(chunk)
+    return groups

@@ -130,13 +130,13 @@ class TorchDistWriter:
         where.mkdir()
         # one file per group, so that threads need no lock
         layers = group_by_layer(self.plan.entries.items(), lambda item: item[1].ours[0])
-        held: list[list[FileEntry]] = [[] for _ in layers]
+        entries: list[list[FileEntry]] = [[] for _ in layers]
 
         def write_file(number: int, advance: Advance) -> None:
             """Write file `number`, which holds one group of tensors: those of one layer."""
             name = f"__{number}_0.distcp"
             with open(where / name, "xb") as stream:
-                file = File(stream, name, held[number])
+                file = File(stream, name, entries[number])
                 for canonical, entry in layers[number]:
                     self._write_one(file, canonical, entry)
                     advance(1)
@@ -145,7 +145,7 @@ class TorchDistWriter:
                     _state(file, "output_layer.", (), (), [])
 
         pool.run(write_file, range(len(layers)))
-        (where / METADATA).write_bytes(description(chain(*held)))
+        (where / METADATA).write_bytes(description(chain(*entries)))
         torch.save(_common(self.plan, self.dtype, self.iteration, self.state), where / COMMON)
         (where / MARKER).write_text(
             json.dumps({"sharded_backend": BACKEND, "sharded_backend_version": 1})

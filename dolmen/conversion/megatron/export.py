@@ -211,7 +211,7 @@ class ExportPlan:
         """Shape and dtype of each tensor that every tp rank holds at (pp, ep), by its full name in
         the file.
         """
-        found, wide = {}, torch.promote_types(dtype, torch.float32)
+        specs, wide = {}, torch.promote_types(dtype, torch.float32)
         for name, entry in self.entries.items():
             share, precise = self.share(entry), self.spec.leaves[entry.ours[0]].precise
             whole = (self.rows, *entry.shape[1:]) if share.padded else entry.shape
@@ -220,8 +220,8 @@ class ExportPlan:
                 if place.lies_on(pp, ep):
                     # Megatron has one tensor per expert, ours is stacked
                     one = shape[1:] if _is_expert(name) else shape
-                    found |= {own: Spec(one, wide if precise else dtype) for own in place.names}
-        return found
+                    specs |= {own: Spec(one, wide if precise else dtype) for own in place.names}
+        return specs
 
     def states(self, pp: int, ep: int) -> dict[str, bytes | None]:
         """Content of each `_extra_state` at (pp, ep), by its full name: the fp8 scaling state of a
@@ -230,7 +230,7 @@ class ExportPlan:
         """
         if not self.dialect.stateful:
             return {}
-        found: dict[str, list[Scaling]] = {}
+        scalings: dict[str, list[Scaling]] = {}
         for name, entry in self.entries.items():
             if not PRODUCT.fullmatch(name):
                 continue
@@ -243,12 +243,12 @@ class ExportPlan:
                     # linear_fc1.weight3 -> linear_fc1._extra_state: one for all experts of the
                     # module
                     state = re.sub(r"weight\d*$", "_extra_state", own)
-                    found.setdefault(state, []).extend(known[i : i + 1])
+                    scalings.setdefault(state, []).extend(known[i : i + 1])
         if pp == self.ranks.pp - 1:
-            found[f"{self._key(self.ranks.virtual_stages - 1)}.output_layer._extra_state"] = []
+            scalings[f"{self._key(self.ranks.virtual_stages - 1)}.output_layer._extra_state"] = []
         return {
             name: scaling.write_extra_state(known) if known else None
-            for name, known in found.items()
+            for name, known in scalings.items()
         }
 
     def values(self, pp: int, ep: int, dtype: torch.dtype, iteration: int) -> dict[str, Any]:
@@ -266,8 +266,8 @@ class ExportPlan:
             name: None if content is None else Spec((len(content),), torch.uint8)
             for name, content in self.states(pp, ep).items()
         }
-        held: dict[str, Any] = {**self.specs(pp, ep, dtype), **kept}
-        for full, spec in held.items():
+        tensors: dict[str, Any] = {**self.specs(pp, ep, dtype), **kept}
+        for full, spec in tensors.items():
             way = self._way(full)
             here = values
             for step in way[:-1]:

@@ -89,25 +89,25 @@ def sizes(folder: Path, args: Mapping[str, Any]) -> Sizes:
     ]
     # largest number per column of the names: tp, then pp and ep where they occur
     seen = [1 + max(column) for column in zip(*numbers, strict=False)] + [1, 1]
-    said = [
+    stated = [
         args.get(name) for name in ("pipeline_model_parallel_size", "expert_model_parallel_size")
     ]
-    pp, ep = said[0] or seen[1], said[1] or seen[2]
+    pp, ep = stated[0] or seen[1], stated[1] or seen[2]
     # model_parallel_size: its older name
     tp = args.get("tensor_model_parallel_size") or args.get("model_parallel_size") or seen[0]
-    found = Sizes(tp, pp, ep)
-    expected = (found.name(*at) for at in product(range(tp), range(pp), range(ep)))
+    counted = Sizes(tp, pp, ep)
+    expected = (counted.name(*at) for at in product(range(tp), range(pp), range(ep)))
     if missing := [*islice((name for name in expected if name not in names), 4)]:
         raise ValueError(
-            f"{folder} has {plural(len(names), 'rank')} of {tp * pp * ep} ({found.words}): "
+            f"{folder} has {plural(len(names), 'rank')} of {tp * pp * ep} ({counted.words}): "
             f"{', '.join(missing[:3])}{' ...' * (len(missing) > 3)} "
             f"{'is' if len(missing) == 1 else 'are'} missing"
         )
     if len(names) > tp * pp * ep:
         raise ValueError(
-            f"{folder} has {plural(len(names), 'rank')}, but its args have {found.words}"
+            f"{folder} has {plural(len(names), 'rank')}, but its args have {counted.words}"
         )
-    return found
+    return counted
 
 
 def weights_file(folder: Path) -> Path:
@@ -115,5 +115,5 @@ def weights_file(folder: Path) -> Path:
     for name in WEIGHTS:
         if (folder / name).is_file():
             return folder / name
-    held = sorted(path.name for path in folder.iterdir())
-    raise ValueError(f"{folder} has no {WEIGHTS[0]}, only {brief(held[:5])}")
+    names = sorted(path.name for path in folder.iterdir())
+    raise ValueError(f"{folder} has no {WEIGHTS[0]}, only {brief(names[:5])}")

@@ -290,10 +290,10 @@ def canonical(stored: str) -> Name | None:
         return Name("", None, name)
     start, number, rest = layer.groups()
     if expert := EXPERT.fullmatch(rest):
-        said = expert.groupdict()
-        module, kind = said["one"] or said["all"], said["kind"] or said["of"]
+        groups = expert.groupdict()
+        module, kind = groups["one"] or groups["all"], groups["kind"] or groups["of"]
         # SequentialMLP counts modules, GroupedLinear numbers its weights
-        number_of = int(said["local"] or said["grouped"])
+        number_of = int(groups["local"] or groups["grouped"])
         return Name(start, int(number), f"mlp.experts.{module}.{kind}", number_of)
     return Name(start, int(number), _first(WITHIN, rest))
 
@@ -301,6 +301,6 @@ def canonical(stored: str) -> Name | None:
 def _first(spellings: tuple[tuple[str, str], ...], name: str) -> str:
     """Replace the first of `spellings` (pattern, canonical prefix) that the name starts with."""
     for pattern, canonical_start in spellings:
-        if found := re.match(pattern, name):
-            return canonical_start + name[found.end() :]
+        if match := re.match(pattern, name):
+            return canonical_start + name[match.end() :]
     return name

@@ -103,7 +103,7 @@ OF_CORE = frozenset(
 OF_OLDER = frozenset(("openai_gelu", "onnx_safe"))
 
 
-class Said(dict[str, Any]):
+class MegatronOptions(dict[str, Any]):
     """Options by name; options that were not given are None."""
 
     def __missing__(self, name: str) -> None:

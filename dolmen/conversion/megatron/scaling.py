@@ -142,13 +142,13 @@ def product(stored: str) -> Name | None:
     """Canonical name of the weight next to which an `_extra_state` is stored; None if `stored`
     names no such state.
     """
-    found = STATE.fullmatch(stored)
-    if found is None:
+    match = STATE.fullmatch(stored)
+    if match is None:
         return None
-    name = names.canonical(f"{found['module']}weight")
+    name = names.canonical(f"{match['module']}weight")
     if name is None or name.expert is not None or not name.rest.startswith("mlp.experts."):
         return name
-    return Name(name.start, name.layer, name.rest, int(found["number"] or 0))
+    return Name(name.start, name.layer, name.rest, int(match["number"] or 0))
 
 
 def place(
@@ -178,14 +178,14 @@ def read_scales(
     """Scaling state of each of our weights that has one. Raises Refused for malformed states, and
     for numbers of experts or ranks that do not fit the weights.
     """
-    found: dict[str, Scaling] = {}
+    scales: dict[str, Scaling] = {}
     for name, entry in entries.items():
         leaf = spec.leaves[entry.ours[0]]
         if name in states and leaf.role in ("matrix", "expert"):
             whole = _join_scaling(name, states[name], leaf)
             # q, k and v get the same scale
-            found |= {} if whole is None else dict.fromkeys(entry.ours, whole)
-    return found
+            scales |= {} if whole is None else dict.fromkeys(entry.ours, whole)
+    return scales
 
 
 def _join_scaling(name: str, kept: Mapping[int, list[Kept]], leaf: ParamSpec) -> Scaling | None:
@@ -238,8 +238,8 @@ def share_scales(scales: Scales, entries: Mapping[str, StoredTensor]) -> dict[st
     """Scales as they are read back from Megatron: our weights that it multiplies as one product (q,
     k, v) share one scale.
     """
-    found: dict[str, Scaling] = {}
+    shares: dict[str, Scaling] = {}
     for entry in entries.values():
         if products(scales, entry):
-            found |= dict.fromkeys(entry.ours, join_scaling(scales[name] for name in entry.ours))
-    return found
+            shares |= dict.fromkeys(entry.ours, join_scaling(scales[name] for name in entry.ours))
+    return shares

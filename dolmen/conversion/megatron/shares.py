@@ -38,15 +38,15 @@ def split_experts(held: Mapping[str, Stored], hidden: int, experts: int) -> dict
     SequentialMLP does; other tensors are returned as they are. `experts`: on this rank. Raises
     Refused where the size is not that of so many experts.
     """
-    found: dict[str, Stored] = {}
+    split: dict[str, Stored] = {}
     for name, stored in held.items():
         if matched := TENSOR.fullmatch(name):
             start, which = matched.groups()
             parts = _split_stacked(stored, which == "1", hidden, experts)
-            found |= {f"{start}local_experts.{e}.linear_fc{which}.weight": p for e, p in parts}
+            split |= {f"{start}local_experts.{e}.linear_fc{which}.weight": p for e, p in parts}
         else:
-            found[name] = stored
-    return found
+            split[name] = stored
+    return split
 
 
 def _split_stacked(

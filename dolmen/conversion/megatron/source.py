@@ -191,7 +191,7 @@ def _shards(
     layers). Adds the `_extra_state` of fp8 modules to `kept`. Raises ValueError where ranks lack a
     part of the model that others have.
     """
-    found: dict[str, Shards] = {}
+    shards: dict[str, Shards] = {}
     # `before`: layers in all earlier stages and chunks
     before, args = 0, ranks[0, 0, 0]["args"].values
     hidden, experts = args["hidden_size"], (args.get("num_experts") or 0) // sizes.ep
@@ -207,12 +207,12 @@ def _shards(
                             files[at], f"has no {key}, which files of other ranks have"
                         )
                     # places in the file, not tensors
-                    held = torch_files.tensors(ranks[at][key], files[at])
-                    held = shares.split_experts(held, hidden, experts)
-                    here = max(here, _place(held, at, before, found))
+                    tensors = torch_files.tensors(ranks[at][key], files[at])
+                    tensors = shares.split_experts(tensors, hidden, experts)
+                    here = max(here, _place(tensors, at, before, shards))
                     scaling.place(ranks[at][key], files[at], at, before, experts, kept)
             before += here
-    return found, before
+    return shards, before
 
 
 def _place(
@@ -363,11 +363,11 @@ class Megatron(Joined):
         shapes and dtypes fit the model on all ranks. A tied head's copy is checked, then left out.
         Raises KeyError or ValueError as `specs`.
         """
-        held = dict(self.checkpoint.shards)
+        remaining = dict(self.checkpoint.shards)
         # the last stage's copy of a tied embedding, where pp > 1
-        tied = held.pop(names.HEAD, None) if self.spec.head.tied else None
-        extra = [shards.name for name, shards in held.items() if name not in self._entries]
-        missing = [name for name in self._entries if name not in held]
+        tied = remaining.pop(names.HEAD, None) if self.spec.head.tied else None
+        extra = [shards.name for name, shards in remaining.items() if name not in self._entries]
+        missing = [name for name in self._entries if name not in remaining]
         if extra or missing:
             sides = [
                 f"{plural(len(extra), 'tensor has', 'tensors have')} no counterpart in the "
@@ -377,11 +377,11 @@ class Megatron(Joined):
                 f"{plural(len(missing), 'tensor is', 'tensors are')} missing, e.g. {missing[:3]}"
             ] * bool(missing)
             raise KeyError(f"{self.where} does not fit its args: {'; '.join(sides)}")
-        for name, shards in held.items():
+        for name, shards in remaining.items():
             self._check(name, shards)
         if tied is not None:
             self._check(names.EMBEDDING, tied)
-        return {name: held[name] for name in self.checkpoint.shards if name in held}
+        return {name: remaining[name] for name in self.checkpoint.shards if name in remaining}
 
     def _check(self, name: str, shards: Shards) -> None:
         """Raises ValueError where a tensor is missing on a tp rank, unequal in shape over ranks,
@@ -400,15 +400,15 @@ class Megatron(Joined):
         # ours is one tensor of all experts
         stacked = len(entry.shape) == len(first.spec.shape) + 1
         count = (len(experts.pop()),) if stacked else ()
-        found = share.full_shape((*count, *first.spec.shape), tp)
-        same = found == entry.shape
+        full_shape = share.full_shape((*count, *first.spec.shape), tp)
+        same = full_shape == entry.shape
         if share.padded:
             # the vocabulary may have rows of padding
-            same = found[0] >= entry.shape[0] and found[1:] == entry.shape[1:]
+            same = full_shape[0] >= entry.shape[0] and full_shape[1:] == entry.shape[1:]
         if not same:
             raise ValueError(
                 f"{shards.name} is {first.spec.shape} on each of {tp} tp ranks in {first.file}, "
-                f"{found} together, but the model expects {entry.shape}"
+                f"{full_shape} together, but the model expects {entry.shape}"
             )
         if first.spec.dtype not in FLOATS:
             raise ValueError(
@@ -498,8 +498,8 @@ def _model(checkpoint: MegatronCheckpoint, place: Path, rows: int | None) -> Mod
     build it from the args. Raises ValueError where the vocabulary is unknown or larger than the
     embedding, or layers are missing.
     """
-    said = sidecars.config(place)
-    known = sidecars.vocabulary(place, said, rows)
+    stated = sidecars.config(place)
+    known = sidecars.vocabulary(place, stated, rows)
     embedding = checkpoint.shards.get(names.EMBEDDING)
     if embedding is None:
         raise KeyError(f"{checkpoint.folder} has no {names.EMBEDDING} under any known name")
@@ -525,13 +525,13 @@ def _model(checkpoint: MegatronCheckpoint, place: Path, rows: int | None) -> Mod
         )
     # also with a config.json, to warn where the two differ
     model_spec = arguments.read(checkpoint.args, checkpoint.legacy, known)
-    if said is None:
+    if stated is None:
         # no config.json: a family that can express the spec
         model = sidecars.with_special_tokens(
             sidecars.express(model_spec), sidecars.tokenizer(place)
         )
         return edit(model, dtype=str(dtype).removeprefix("torch."))
-    if found := differences(said.spec, model_spec):
-        text = "; ".join(f"{n} = {a}, in args {b}" for n, a, b in found[:3])
+    if different := differences(stated.spec, model_spec):
+        text = "; ".join(f"{n} = {a}, in args {b}" for n, a, b in different[:3])
         warnings.warn(f"{place / 'config.json'} is used: {text}", stacklevel=2)
-    return said
+    return stated

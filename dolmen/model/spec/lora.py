@@ -52,19 +52,19 @@ class LoraSpec:
         """
         if left := sorted(self.targets - leaves.keys()):
             raise KeyError(f"{len(left)} targets of adapters are not parameters, e.g. {left[:3]}")
-        found: ParamSpecs = {}
+        params: ParamSpecs = {}
         for name, leaf in leaves.items():
             # everything is frozen but a new scalar head
-            found[name] = replace(leaf, trained=leaf.train_with_adapters)
+            params[name] = replace(leaf, trained=leaf.train_with_adapters)
             if self.frozen == "int8" and leaf.role in ADAPTED:
-                found[name] = replace(found[name], int8=True)
-                found[scale_name(name)] = self.scales(leaf)
+                params[name] = replace(params[name], int8=True)
+                params[scale_name(name)] = self.scales(leaf)
             if name in self.targets:
                 down, up = self.pair(name)
-                found |= {down: self.down(leaf), up: self.up(leaf)}
+                params |= {down: self.down(leaf), up: self.up(leaf)}
                 if self.kind == "dora":
-                    found[magnitude_name(name)] = self.magnitude(leaf)
-        return found
+                    params[magnitude_name(name)] = self.magnitude(leaf)
+        return params
 
     @staticmethod
     def pair(weight: str) -> tuple[str, str]:

@@ -230,8 +230,8 @@ def _uses_fp8(name: str, leaf: ParamSpec, layers: range) -> bool:
     """Return whether a parameter is a matrix or expert weight of attention or mlp in one of
     `layers`.
     """
-    found = LAYER.fullmatch(name)
-    return found is not None and leaf.role in ("matrix", "expert") and int(found[1]) in layers
+    match = LAYER.fullmatch(name)
+    return match is not None and leaf.role in ("matrix", "expert") and int(match[1]) in layers
 
 
 def check_fp8_sharding(leaves: ParamSpecs, sizes: Mapping[str, int]) -> None:

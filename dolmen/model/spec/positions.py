@@ -306,13 +306,13 @@ class BlankInfilling:
             missing = [] if self.start is not None else ["sop"]
             if all(mask.token is None for mask in self.masks):
                 missing.append(self.masks[0].name)
-            said = ", ".join(f'"{name}": id' for name in missing)
+            ids = ", ".join(f'"{name}": id' for name in missing)
             options = " ".join(f"--model.special-tokens.{name} ID" for name in missing)
             raise ValueError(
                 f"neither config.json nor tokenizer defines {' and '.join(missing)}, on which the "
                 f"model's positions depend: use {options}, dolmen.load(..., "
-                f'special_tokens={{{said}}}), or in config.json "dolmen": {{"special_tokens": '
-                f"{{{said}}}}}"
+                f'special_tokens={{{ids}}}), or in config.json "dolmen": {{"special_tokens": '
+                f"{{{ids}}}}}"
             )
 
     def span(self, tokens: Sequence[int]) -> PositionSpan:
@@ -326,9 +326,9 @@ class BlankInfilling:
         begin = tokens.index(self.start)
         prefix = tokens[:begin]
         # in order of priority: the first is taken unless `nearest`
-        found = [(prefix.index(m.token), m) for m in self.masks if m.token in prefix]
-        if not found:
+        masked = [(prefix.index(m.token), m) for m in self.masks if m.token in prefix]
+        if not masked:
             return PositionSpan()
-        at, mask = min(found, key=lambda one: one[0]) if self.nearest else found[0]
+        at, mask = min(masked, key=lambda one: one[0]) if self.nearest else masked[0]
         stay = {"stays": begin, "counts": NEVER, "stays after <sop>": begin + 1}[mask.behind]
         return PositionSpan(begin, stay, at, begin)

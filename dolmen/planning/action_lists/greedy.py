@@ -43,9 +43,9 @@ def search_greedily(problem: ScheduleProblem, enough: float) -> Schedule:
         fresh = trial < DRAWN * trials
         scale = 0.5 * (1 - trial / trials) + 0.02
         preference = draw(problem, chance) if fresh else perturb(problem, preferred, chance, scale)
-        made = greedy(problem, preference)
-        if made.span < best.span:
-            best, preferred = made, preference
+        schedule = greedy(problem, preference)
+        if schedule.span < best.span:
+            best, preferred = schedule, preference
     return schedule_of(problem, best)
 
 

@@ -63,16 +63,16 @@ class Costs:
         the sum of its parts, missing parts are half of it each, a missing send is 0. Raises Refused
         for a list of another length.
         """
-        found = {name: self._stages(name, times, shape) for name, times in self.times.items()}
+        by_stage = {name: self._stages(name, times, shape) for name, times in self.times.items()}
         if True not in self.ways:
             # a matrix product has as many FLOPs for its input's gradient as for its weight's
-            found |= {part: [time / 2 for time in found["backward"]] for part in HOW[True]}
+            by_stage |= {part: [time / 2 for time in by_stage["backward"]] for part in HOW[True]}
         if False not in self.ways:
-            pairs = zip(found["input"], found["weight"], strict=True)
-            found["backward"] = [input_ + weight for input_, weight in pairs]
-        found.setdefault("send", [0.0] * shape.stages)
+            pairs = zip(by_stage["input"], by_stage["weight"], strict=True)
+            by_stage["backward"] = [input_ + weight for input_, weight in pairs]
+        by_stage.setdefault("send", [0.0] * shape.stages)
         return tuple(
-            Cost(**{name: times[stage] for name, times in found.items()})
+            Cost(**{name: times[stage] for name, times in by_stage.items()})
             for stage in range(shape.stages)
         )
 
@@ -311,12 +311,12 @@ class Partial:
 
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """Return the list of actions of each rank, numbered by microbatch."""
-        made: list[list[Action]] = [[] for _ in range(self.problem.ranks)]
+        actions: list[list[Action]] = [[] for _ in range(self.problem.ranks)]
         counts = [iter(range(self.problem.micros)) for _ in self.problem.works]
         for index, _ in self.taken:
             work = self.problem.works[index]
-            made[work.rank].append(Action(work.kind, next(counts[index]), work.chunk))
-        return tuple(map(tuple, made))
+            actions[work.rank].append(Action(work.kind, next(counts[index]), work.chunk))
+        return tuple(map(tuple, actions))
 
 
 class Paths:
@@ -375,8 +375,8 @@ def _rank(problem: ScheduleProblem, paths: Paths, rank: int) -> float:
     # the longest ones, so that the bound holds whichever forwards come first
     dearest = sorted((problem.costs[s].forward for s in stages), reverse=True)
     each = [forward for forward in dearest for _ in range(problem.micros)][: problem.slots]
-    held = problem.micros * sum(paths.hold[s] for s in stages)
-    return max(head + work, first + work - sum(each), head + held / problem.slots)
+    busy = problem.micros * sum(paths.hold[s] for s in stages)
+    return max(head + work, first + work - sum(each), head + busy / problem.slots)
 
 
 def _stage_bound(problem: ScheduleProblem, paths: Paths, stage: int) -> float:
@@ -386,16 +386,16 @@ def _stage_bound(problem: ScheduleProblem, paths: Paths, stage: int) -> float:
     """
     cost, micros, slots = problem.costs[stage], problem.micros, problem.slots
     head = paths.head[stage]
-    found = [head + micros * cost.forward + paths.tail(stage, "F")]
+    bounds = [head + micros * cost.forward + paths.tail(stage, "F")]
     first = head + cost.forward + paths.back[stage]
-    found.append(first + micros * paths.input[stage] + paths.out[stage])
+    bounds.append(first + micros * paths.input[stage] + paths.out[stage])
     if problem.chunks == 1:
         # `slots` microbatches overlap; each round of them takes R_s at least
         rounds, over = divmod(micros - 1, slots)
-        found.append(head + over * cost.forward + (rounds + 1) * paths.hold[stage])
+        bounds.append(head + over * cost.forward + (rounds + 1) * paths.hold[stage])
         whole = max(0, micros - slots) * (paths.input[stage] + paths.rest[stage])
-        found.append(head + micros * cost.forward + whole + paths.tail(stage, "F"))
-    return max(found)
+        bounds.append(head + micros * cost.forward + whole + paths.tail(stage, "F"))
+    return max(bounds)
 
 
 def remaining(partial: Partial, paths: Paths) -> float:

@@ -46,18 +46,21 @@ def shortest_of(
     lower bound over all of them, and the numbers that could be searched (a list of costs by stage
     fits only one). Raises ValueError, as `shortest`, if none could.
     """
-    found: dict[int, ShortestSchedule] = {}
+    schedules: dict[int, ShortestSchedule] = {}
     problem: ValueError | None = None
     for width in widths:
         try:
-            found[width] = shortest(ranks, micros, width, costs, memory)
+            schedules[width] = shortest(ranks, micros, width, costs, memory)
         except ValueError as error:
             problem = problem or error
-    if not found:
+    if not schedules:
         raise problem or ValueError("no number of stages per rank to search")
-    best = min(found.values(), key=lambda one: one.simulation.span)
-    floor, nodes = min(one.floor for one in found.values()), sum(o.nodes for o in found.values())
-    return replace(best, floor=floor, nodes=nodes), tuple(found)
+    best = min(schedules.values(), key=lambda one: one.simulation.span)
+    floor, nodes = (
+        min(one.floor for one in schedules.values()),
+        sum(o.nodes for o in schedules.values()),
+    )
+    return replace(best, floor=floor, nodes=nodes), tuple(schedules)
 
 
 def shortest(
