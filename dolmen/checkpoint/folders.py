@@ -60,13 +60,13 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
     """Step -> folder of every complete checkpoint, oldest first; empty where `folder` does not
     exist.
     """
-    found = {}
+    checkpoints = {}
     for path in sorted(folder.glob("step-*")):  # `step-1` comes before `step-1.replaced`, and wins
         match = WHOLE.fullmatch(path.name)
         # a folder or a link to one
         if match and is_whole(path):
-            found.setdefault(int(match[1]), path)
-    return dict(sorted(found.items()))
+            checkpoints.setdefault(int(match[1]), path)
+    return dict(sorted(checkpoints.items()))
 
 
 def describe_newest(folder: Path) -> str:

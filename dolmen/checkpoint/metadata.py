@@ -57,15 +57,15 @@ def find_numbers(file: io.BufferedIOBase, position: int, length: int) -> Numbers
     """
     window = Window(file, position, length)
     with zipfile.ZipFile(window) as archive:
-        found = [e for e in archive.infolist() if NUMBERS in e.filename]
-    if len(found) != 1 or found[0].compress_type != zipfile.ZIP_STORED:
+        entries = [e for e in archive.infolist() if NUMBERS in e.filename]
+    if len(entries) != 1 or entries[0].compress_type != zipfile.ZIP_STORED:
         raise zipfile.BadZipFile(f"at {position} are not tensor data of torch.save")
     # The archive's directory, at its end, says where an entry's header begins, not how long it is:
     # that has the length of the name and of the padding which puts the numbers at 64 bytes.
-    window.seek(found[0].header_offset + 26)  # of the local header: 2 + 2 bytes, two lengths
+    window.seek(entries[0].header_offset + 26)  # of the local header: 2 + 2 bytes, two lengths
     lengths = window.read(4)
     head = 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-    return Numbers(position + found[0].header_offset + head, found[0].file_size, found[0].CRC)
+    return Numbers(position + entries[0].header_offset + head, entries[0].file_size, entries[0].CRC)
 
 
 def blocks(file: io.BufferedIOBase, start: int, size: int, row: int, name: str) -> Iterator[Tensor]:
@@ -139,24 +139,24 @@ def read_metadata(seal: Seal) -> Metadata:
     path = seal.folder / METADATA
     content = seal.read(METADATA)
     try:
-        found = _read_pickle(content, OWN)
-        stored = stored_tensors(found)
+        metadata = _read_pickle(content, OWN)
+        stored = stored_tensors(metadata)
         _check_tensors(stored)
-        _check_places(found.storage_data, stored)
+        _check_places(metadata.storage_data, stored)
     except Exception as error:  # a damaged pickle can raise almost anything
         text = " ".join(str(error).split())[:300]
         raise Damaged(f"{path} is missing, damaged or not safe to read: {text}") from error
-    return found
+    return metadata
 
 
 def _read_pickle(content: bytes, names: Mapping[tuple[str, str], Any]) -> Metadata:
     """Unpickle a description; only the classes in `names` may occur. Raises TypeError for anything
     else than Metadata.
     """
-    found = pickles.load(content, lambda module, name: names.get((module, name)))
-    if not isinstance(found, Metadata):
-        raise TypeError(f"it is a {type(found).__name__}")
-    return found
+    loaded = pickles.load(content, lambda module, name: names.get((module, name)))
+    if not isinstance(loaded, Metadata):
+        raise TypeError(f"it is a {type(loaded).__name__}")
+    return loaded
 
 
 class Foreign(NamedTuple):
@@ -175,15 +175,15 @@ def read_foreign(file: Path) -> Foreign:
     """
     content = read_bytes(file, MOST)
     try:
-        found = _read_pickle(content, FOREIGN)
-        everything = found.state_dict_metadata
+        metadata = _read_pickle(content, FOREIGN)
+        everything = metadata.state_dict_metadata
         tensors = {n: t for n, t in everything.items() if isinstance(t, TensorStorageMetadata)}
         known = {n: type(t) in KINDS and type(n) is str for n, t in everything.items()}
         if odd := [n for n, one in known.items() if not one]:
             raise TypeError(f"{odd[:3]} are neither tensors nor bytes")
         _check_tensors(tensors)
-        places = {i: p for i, p in found.storage_data.items() if i.fqn in tensors}
-        others = {i.fqn: p for i, p in found.storage_data.items() if i.fqn not in tensors}
+        places = {i: p for i, p in metadata.storage_data.items() if i.fqn in tensors}
+        others = {i.fqn: p for i, p in metadata.storage_data.items() if i.fqn not in tensors}
         _check_places(places, tensors)
         for name, place in others.items():
             _check_place(name, place, 0)

@@ -87,11 +87,11 @@ class Reader(FileSystemReader):
         # nothing: so the elements that the plan fills are counted.
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(dict(tensors), self.metadata)
-        plan, found = planner.create_local_plan(), Counter()
+        plan, read = planner.create_local_plan(), Counter()
         for item in plan.items:
             if item.storage_index in self.metadata.storage_data:
-                found[item.dest_index.fqn] += math.prod(item.lengths)
-        if holes := [n for n, t in tensors.items() if found[n] != local_elements(t)]:
+                read[item.dest_index.fqn] += math.prod(item.lengths)
+        if holes := [n for n, t in tensors.items() if read[n] != local_elements(t)]:
             raise Damaged(
                 f"{self.folder / METADATA} is damaged: it describes only parts of {len(holes)} "
                 f"tensors, e.g. {holes[:3]}"
@@ -161,9 +161,9 @@ class Reader(FileSystemReader):
         """
         where = self._places[name]
         self.seal.check_size(name, max(offset + length for offset, length in where))
-        found = {offset: metadata.find_numbers(file, offset, length) for offset, length in where}
-        self.seal.check_parts(name, [(at, length, found[at].crc) for at, length in where])
-        return found
+        heads = {offset: metadata.find_numbers(file, offset, length) for offset, length in where}
+        self.seal.check_parts(name, [(at, length, heads[at].crc) for at, length in where])
+        return heads
 
     def verify(self, stored: Iterable[MetadataIndex]) -> None:
         """Read these stored parts whole, only to verify their checksums. Raises Damaged where one
@@ -190,12 +190,12 @@ class Reader(FileSystemReader):
         sizes = tuple(chunk.sizes) or (1,)
         row = math.prod(sizes[1:]) * stored.properties.dtype.itemsize
         place = self.metadata.storage_data[index]
-        found = self._numbers[place.relative_path][place.offset]
-        if found.size != row * sizes[0]:
+        numbers = self._numbers[place.relative_path][place.offset]
+        if numbers.size != row * sizes[0]:
             raise zipfile.BadZipFile(
                 f"{index.fqn} is not the {row * sizes[0]} bytes that {METADATA} describes"
             )
-        return sizes, row, found.start, found.crc
+        return sizes, row, numbers.start, numbers.crc
 
     def _read(self, file: BufferedIOBase, item: ReadItem, target: Tensor) -> None:
         """Copy the rows and columns that `item` names, of one stored part, into `target`. Verifies
@@ -278,8 +278,8 @@ def locate(path: Path) -> Path:
     if folders.is_whole(path) or ((path / folders.STATE).is_file() and not partial):
         return path
     for folder in (path / "checkpoints", path):
-        if found := folders.list_checkpoints(folder):
-            return found[max(found)]
+        if checkpoints := folders.list_checkpoints(folder):
+            return checkpoints[max(checkpoints)]
     if (path / "checkpoints").is_dir():
         lies = [entry.name for entry in sorted((path / "checkpoints").iterdir())]
         what = f"checkpoints/ has only {', '.join(lies[:3])}" if lies else "nothing is saved yet"

@@ -74,9 +74,9 @@ def write_seal(folder: Path, parts: Mapping[str, list[tuple[int, int, int]]]) ->
     for name in (METADATA, STATE):
         content = (folder / name).read_bytes()
         lines.append(f"{digest(content)}  {len(content)}  {name}\n")
-    for name, found in sorted(parts.items()):
-        size = max(position + length for position, length, _ in found)
-        lines.append(f"{digest_of_parts(found)}  {size}  {name}\n")
+    for name, pieces in sorted(parts.items()):
+        size = max(position + length for position, length, _ in pieces)
+        lines.append(f"{digest_of_parts(pieces)}  {size}  {name}\n")
     rest = "".join(lines).encode()
     with open(folder / SEAL, "wb") as file:
         file.write(f"{HEAD}{digest(rest)}\n".encode() + rest)

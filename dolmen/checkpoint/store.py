@@ -127,12 +127,12 @@ class Checkpoints:
 
     def path(self, step: int) -> Path:
         """Folder of the checkpoint of `step`. Raises ValueError if there is no complete one."""
-        found = folders.list_checkpoints(self.folder)
-        if step not in found:
+        checkpoints = folders.list_checkpoints(self.folder)
+        if step not in checkpoints:
             raise ValueError(
-                f"{self.folder} has no checkpoint of step {step}, only of steps {list(found)}"
+                f"{self.folder} has no checkpoint of step {step}, only of steps {list(checkpoints)}"
             )
-        return found[step]
+        return checkpoints[step]
 
     def meta(self, step: int) -> dict:
         """Content of the checkpoint's state.json, as it was passed to `save`. Raises Damaged."""

@@ -102,8 +102,8 @@ def copies(tensors: Mapping[str, Tensor], pinned: Pinned | None) -> dict[str, Te
         for (name, tensor), (chunk, begin) in zip(tensors.items(), places, strict=True):
             shard = state.local_view(tensor)
             # no more than its bytes: of a part of a storage, who writes it makes a copy
-            given = chunks[chunk][begin : begin + shard.nbytes]
-            copy = torch.empty(0, dtype=shard.dtype).set_(given)
+            target = chunks[chunk][begin : begin + shard.nbytes]
+            copy = torch.empty(0, dtype=shard.dtype).set_(target)
             copy = copy.view(shard.shape).copy_(shard, non_blocking=True)
             out[name] = state.tensor_like(tensor, copy)
     pinned.arrived()

@@ -106,10 +106,10 @@ def config(section: str = "", *, kw_only: bool = False) -> Callable[[type[T]], t
         unchecked: Any = cls
         # pydantic's strict mode would refuse a dict for a nested section
         unchecked.__get_pydantic_core_schema__ = classmethod(_from_mapping)
-        made: Any = checked_dataclass(frozen=True, kw_only=kw_only, config=STRICT)(unchecked)
-        made.SECTION = section
-        made.__init__ = _construct
-        return made
+        checked: Any = checked_dataclass(frozen=True, kw_only=kw_only, config=STRICT)(unchecked)
+        checked.SECTION = section
+        checked.__init__ = _construct
+        return checked
 
     return decorate
 
@@ -125,8 +125,8 @@ def _construct(_config_self: Any, *args: Any, **kwargs: Any) -> None:
     """
     cls = type(_config_self)
     try:
-        given = ArgsKwargs(args, kwargs)
-        cls.__pydantic_validator__.validate_python(given, self_instance=_config_self)
+        arguments = ArgsKwargs(args, kwargs)
+        cls.__pydantic_validator__.validate_python(arguments, self_instance=_config_self)
     except ValidationError as error:
         # the first error alone: later ones often follow from it
         raise ValueError(describe_error(error.errors()[0], cls, cls.SECTION)) from None
@@ -313,7 +313,7 @@ def _merge(cls: type, values: Any, default: Any, path: str) -> dict[str, Any]:
             f"{path or 'the configuration'} must be a mapping of options, not {brief(values)}"
         )
     known = field_types(cls)
-    found = {} if default is None else {name: getattr(default, name) for name in known}
+    merged = {} if default is None else {name: getattr(default, name) for name in known}
     for key, value in values.items():
         name, where = str(key).replace("-", "_"), cut(f"{path}.{key}" if path else str(key))
         if name not in known:
@@ -321,8 +321,8 @@ def _merge(cls: type, values: Any, default: Any, path: str) -> dict[str, Any]:
         # a section that is given as a mapping changes only the keys it names
         section = plain_type(known[name])
         unflatten = is_config(section) and isinstance(value, dict)
-        found[name] = _merge(section, value, found.get(name), where) if unflatten else value
-    return found
+        merged[name] = _merge(section, value, merged.get(name), where) if unflatten else value
+    return merged
 
 
 def is_config(hint: Any) -> bool:
@@ -334,15 +334,15 @@ def option_types(cls: type, section: str = "") -> dict[str, Any]:
     """Return the type of each option by its full name (`layout.tp`), those of nested sections
     included.
     """
-    found: dict[str, Any] = {}
+    types: dict[str, Any] = {}
     for name, hint in field_types(cls).items():
         inside = plain_type(hint)
         # an optional section is one option: None or a whole mapping
         if is_config(inside) and not is_optional(hint):
-            found |= option_types(inside, f"{section}{name}.")
+            types |= option_types(inside, f"{section}{name}.")
         else:
-            found[f"{section}{name}"] = hint
-    return found
+            types[f"{section}{name}"] = hint
+    return types
 
 
 class Mark(Enum):
@@ -435,16 +435,16 @@ def flatten(values: dict, path: str = "") -> dict[str, Any]:
     return out
 
 
-def unflatten(said: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     """Return options by dotted name as nested mappings: the inverse of `flatten`."""
-    made: dict[str, Any] = {}
-    for name, value in said.items():
+    nested: dict[str, Any] = {}
+    for name, value in flat.items():
         *sections, last = name.split(".")
-        inside = made
+        inside = nested
         for section in sections:
             inside = inside.setdefault(section, {})
         inside[last] = value
-    return made
+    return nested
 
 
 def changed_options(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:

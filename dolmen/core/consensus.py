@@ -21,9 +21,9 @@ SHOWN = 6  # facts told of one host
 
 def gather_objects(mine: Any) -> list[Any]:
     """Gather one picklable object per rank; return the list, by rank, on every rank. Collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
 
 
 def hash_sources(folder: Path) -> dict[str, str]:
@@ -114,17 +114,17 @@ def run_on_rank_zero(work: Callable[[], T]) -> T:
     becomes a ValueError on every rank. Any other exception is raised on rank 0, and ValueError on
     the others. Collective; the result must be picklable.
     """
-    found: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            found[0] = work()
+            outcome[0] = work()
         except (ValueError, OSError) as error:
-            found[1] = str(error)
+            outcome[1] = str(error)
         except Exception as error:
             # the others wait in this broadcast: they must hear of it before this rank ends
             dist.broadcast_object_list([None, f"rank 0 failed: {error!r}"])
             raise
-    dist.broadcast_object_list(found)
-    if found[1] is not None:
-        raise ValueError(found[1])
-    return found[0]
+    dist.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise ValueError(outcome[1])
+    return outcome[0]

@@ -75,9 +75,9 @@ def _set_flags(
 
 def _explain(text: str) -> str | None:
     """Reword torch's determinism error for the user; None for any other error."""
-    if found := NONE.search(text):
+    if match := NONE.search(text):
         return (
-            f"train.deterministic: {found[1]} has no deterministic implementation on this device: "
+            f"train.deterministic: {match[1]} has no deterministic implementation on this device: "
             "use --train.no-deterministic"
         )
     if "CUBLAS_WORKSPACE_CONFIG" in text:

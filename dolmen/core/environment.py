@@ -90,10 +90,10 @@ def _tasks_here(env: Mapping[str, str]) -> tuple[int, str]:
         return _positive(env, "SLURM_NTASKS_PER_NODE"), "SLURM_NTASKS_PER_NODE"
     each: list[tuple[int, int]] = []  # (tasks, of so many machines)
     for part in env[name].split(","):
-        found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
-        if not found or not int(found[1]):
+        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
+        if not match or not int(match[1]):
             raise ValueError(_error_text(env, name, "it must be like 4, 4(x2) or 4,3"))
-        each.append((int(found[1]), int(found[2] or 1)))
+        each.append((int(match[1]), int(match[2] or 1)))
     if len(each) == 1:
         return each[0][0], name
     node = _index(env, "SLURM_NODEID", sum(machines for _, machines in each), name)
@@ -159,6 +159,6 @@ def _error_text(env: Mapping[str, str], name: str, must: str) -> str:
     """
     ours = "RANK" if "RANK" in env and "WORLD_SIZE" in env else "SLURM_PROCID"
     start = "torchrun" if ours == "RANK" else "srun"
-    said = f"{name} is {env[name][:80]!r}" if name in env else f"{name} is not set"
+    stated = f"{name} is {env[name][:80]!r}" if name in env else f"{name} is not set"
     but = "" if name == ours else f", but {ours} is {env[ours][:80]!r}"
-    return f"{said}{but}: {must}; start this with {start}, which sets it, or unset {ours}"
+    return f"{stated}{but}: {must}; start this with {start}, which sets it, or unset {ours}"

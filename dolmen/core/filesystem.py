@@ -51,15 +51,15 @@ def open_locked(path: Path, wait: bool = True, optional: bool = False) -> int | 
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
-            held = lock(descriptor, wait, optional)
+            locked = lock(descriptor, wait, optional)
             # the holder may have deleted the file while we waited: then lock the new one
-            if held and names_file(descriptor, path):
+            if locked and names_file(descriptor, path):
                 return descriptor
         except BaseException:  # Ctrl-C too: who catches it keeps no open file
             os.close(descriptor)
             raise
         os.close(descriptor)
-        if not held:
+        if not locked:
             return None
 
 

@@ -60,23 +60,23 @@ def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) 
         return
     # once: to slice a device mesh takes milliseconds
     dense, expert = mesh.grid["tp"], mesh.expert_grid["ep", "tp"]
-    made: dict[Tensor, nn.Parameter] = {}
+    replaced: dict[Tensor, nn.Parameter] = {}
     for prefix, owner in module.named_modules():
         for name, p in list(owner.named_parameters(recurse=False)):
             # a tied parameter is met twice, and must become one DTensor
-            if p not in made:
+            if p not in replaced:
                 places = placements[f"{prefix}.{name}" if prefix else name]
                 grid = expert if isinstance(places, tuple) else dense
                 places = places if isinstance(places, tuple) else (places,)
                 shape, _ = sharding.local_shape_and_offset(p.shape, grid, places)
                 shard = torch.empty(shape, dtype=p.dtype, device=p.device)
-                made[p] = nn.Parameter(
+                replaced[p] = nn.Parameter(
                     DTensor.from_local(
                         shard, grid, places, run_check=False, shape=p.shape, stride=p.stride()
                     ),
                     requires_grad=p.requires_grad,
                 )
-            setattr(owner, name, made[p])
+            setattr(owner, name, replaced[p])
 
 
 def gather_as_plain(record: sharding.Record, partial: Axis | None) -> None:

@@ -168,14 +168,14 @@ def import_function(name: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module)
+        target = importlib.import_module(module)
     except Exception as error:
         hint = f"; write {module[:-3]}:{function}" if module.endswith(".py") else ""
         why = f"{type(error).__name__}: {error}"
         raise ValueError(f"{module} cannot be imported: {why}{hint}") from error
-    if not callable(found.__dict__.get(function)):
+    if not callable(target.__dict__.get(function)):
         raise ValueError(f"{module} has no function {function}")
-    return found.__dict__[function]
+    return target.__dict__[function]
 
 
 def check_signature(name: str, function: Callable[..., Any], kind: str) -> None:

@@ -175,11 +175,11 @@ class RolloutBatches:
             """Return the stored rollout, or None. Raises ValueError (Refused) for a damaged file or
             wrong ids.
             """
-            found = rollouts.load(out, first_step, self.completions, self.rollout_type)
-            if found is not None:
+            rollout = rollouts.load(out, first_step, self.completions, self.rollout_type)
+            if rollout is not None:
                 file = rollouts.rollout_file(out, first_step)
-                rollouts.check_ids(file, found, self.models.policy.spec)
-            return found
+                rollouts.check_ids(file, rollout, self.models.policy.spec)
+            return rollout
 
         try:
             # the first rank's folder, where hosts share none
@@ -391,9 +391,9 @@ class RolloutBatches:
             temperature = self.config.temperature
             return forward.routed_log_probabilities(model, batch, mesh, schedule, temperature)
 
-        found = self.compute_per_token(compute, self.models.policy, rollout)
+        log_probabilities = self.compute_per_token(compute, self.models.policy, rollout)
         # expert indices are below 2^15, and exact in the float that they came in
-        old, experts = found[..., 0].contiguous(), found[..., 1:].short()
+        old, experts = log_probabilities[..., 0].contiguous(), log_probabilities[..., 1:].short()
         return replace(rollout, old_logprobs=old, experts=experts)
 
     def log_probabilities(self, model: Decoder, rollout: Rollout) -> Tensor:

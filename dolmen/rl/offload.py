@@ -76,14 +76,14 @@ def _storages(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return each storage under this rank's parts of `tensors` once, in full, as a tensor of
     bytes.
     """
-    found: dict[int, Tensor] = {}
+    storages: dict[int, Tensor] = {}
     for tensor in tensors:
         storage = state.local_view(tensor).untyped_storage()
         # several tensors may be views of one storage: it is moved once
-        if storage.nbytes() and storage.data_ptr() not in found:
+        if storage.nbytes() and storage.data_ptr() not in storages:
             flat = torch.empty(0, dtype=torch.uint8, device=storage.device)
-            found[storage.data_ptr()] = flat.set_(storage)
-    return list(found.values())
+            storages[storage.data_ptr()] = flat.set_(storage)
+    return list(storages.values())
 
 
 @dataclass(frozen=True, eq=False)

@@ -122,7 +122,7 @@ class PromptLoader(Loader):
             training=training,
             changes=(*self.description.changes, *text.description.changes),
         )
-        identity = {f"pretraining {name}": said for name, said in text.identity.items()}
+        identity = {f"pretraining {name}": value for name, value in text.identity.items()}
         self.identity = {**self.identity, **identity}
         return self
 
@@ -243,8 +243,8 @@ def _prompts(
         gate.check_schema(row, where, PROMPT_ROWS[named[0]])
         comparing = [name for name in rewards if name in NEEDS_ANSWER]
         if comparing and "answer" not in row:
-            said = f"it has no `answer`, which --reward {comparing[0]} needs"
-            raise gate.refuse(where, said)
+            problem = f"it has no `answer`, which --reward {comparing[0]} needs"
+            raise gate.refuse(where, problem)
         if named[0] == "messages":
             if row["messages"][-1]["role"] == ASSISTANT:
                 raise gate.refuse(where, "its last message is the assistant's")

@@ -112,16 +112,16 @@ def last_number(text: str) -> float | None:
     """
     _, _, marked = text.rpartition("####")
     # rpartition without #### leaves the whole text in `marked`
-    found = NUMBER.findall(marked)
-    return float(found[-1].replace(",", "")) if found else None
+    numbers = NUMBER.findall(marked)
+    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 def gsm8k(completion: RewardInput) -> float:
     """Return 1.0 where the last number of the completion equals that of the row's `answer`, else
     0.0.
     """
-    right, found = last_number(str(completion.row["answer"])), last_number(completion.completion)
-    return float(found is not None and found == right)
+    right, answer = last_number(str(completion.row["answer"])), last_number(completion.completion)
+    return float(answer is not None and answer == right)
 
 
 def stub(completion: RewardInput) -> float:
@@ -166,19 +166,19 @@ def parse_rewards(rewards: Sequence[str]) -> list[tuple[float, str]]:
     """Return (weight, name) of each --reward: WEIGHT:NAME, or NAME with weight 1. Raises ValueError
     for a weight of 0 or over LARGEST.
     """
-    found = []
+    weighted = []
     for text in rewards:
         weight, _, name = text.partition(":")
         if NUMERIC.fullmatch(weight) is None:
-            found.append((1.0, text))
+            weighted.append((1.0, text))
         elif 0 < float(weight) <= LARGEST and name:
-            found.append((float(weight), name))
+            weighted.append((float(weight), name))
         else:
             raise ValueError(
                 f"reward is {cut(text)}: the weight in WEIGHT:REWARD must be over 0 and at most "
                 f"{LARGEST:g}, and a reward"
             )
-    return found
+    return weighted
 
 
 def is_reward_model(name: str) -> bool:
@@ -200,10 +200,10 @@ def make_reward_function(name: str, timeout: float) -> RewardFunction:
     kind, _, pattern = name.partition(":")
     if kind == "regex":
         try:
-            found = re.compile(pattern)
+            expression = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"reward {name}: not a regular expression: {error}") from None
-        return RuleReward(lambda each: float(found.search(each.completion) is not None))
+        return RuleReward(lambda each: float(expression.search(each.completion) is not None))
     check_function_name(
         name, "reward", f"{', '.join(RULES)}, regex:PATTERN, the folder of a reward model or "
     )

@@ -270,8 +270,8 @@ def check_ids(file: Path, rollout: Rollout, spec: ModelSpec) -> None:
     """
     for name, ids in (("tokens", rollout.tokens), ("labels", rollout.labels[rollout.trained])):
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < spec.vocab_size:
-            found = f"{name} are from {int(ids.min())} to {int(ids.max())}"
-            raise gate.refuse(file, f"{found}, but vocab_size is {spec.vocab_size:,}")
+            span = f"{name} are from {int(ids.min())} to {int(ids.max())}"
+            raise gate.refuse(file, f"{span}, but vocab_size is {spec.vocab_size:,}")
     if rollout.experts.numel():
         check_experts(file, rollout.experts, spec)
 

@@ -67,19 +67,19 @@ def check_adapters(pairs: Iterable[tuple[str, str]], taken: Collection[str] = ()
     """Return name -> folder. Raises ValueError for a name that is given twice, is `taken`, or
     cannot be printed.
     """
-    found: dict[str, str] = {}
+    folders: dict[str, str] = {}
     for name, folder in pairs:
         if not (name.strip() and name.isprintable() and len(name) <= LONGEST):
             raise ValueError(
                 f"adapters has the name {brief(name)}: give one of at most {LONGEST} characters "
                 "that can be printed"
             )
-        if name in found:
+        if name in folders:
             raise ValueError(f"adapters has the name {brief(name)} twice: give each its own")
         if name in taken:
             raise ValueError(f"adapters has the name {brief(name)}, which is the model's own")
-        found[name] = folder
-    return found
+        folders[name] = folder
+    return folders
 
 
 def check_name(name: str | None, known: Collection[str]) -> None:
@@ -116,9 +116,9 @@ def open_adapters(
 
     # a run's newest checkpoint may change between two ranks' looks
     together = mesh is not None and mesh.size > 1 and len(folders) > 0
-    found = consensus.run_on_rank_zero(pin) if together else folders
+    pinned = consensus.run_on_rank_zero(pin) if together else folders
     out: dict[str, LowRank] = {}
-    for name, folder in found.items():
+    for name, folder in pinned.items():
         try:
             out[name] = source.open_adapters(folder, base)
             _check(out[name], base.spec, weights)
@@ -182,11 +182,11 @@ def _place(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
             "without sequence parallelism and ZeRO"
         )
     # one assignment for all weights: the runner sets it once per forward
-    turn, held = AdapterAssignment(), model.local_specs()
+    turn, local_specs = AdapterAssignment(), model.local_specs()
     pairs: dict[str, dict[str, Pair]] = {}
     refused: list[str] = []
     for name, low in lows.items():
-        for weight in sorted(low.form.targets & held.keys()):
+        for weight in sorted(low.form.targets & local_specs.keys()):
             try:
                 pairs.setdefault(weight, {})[name] = _read_pair(low, weight, model)
             except ValueError as error:
@@ -224,19 +224,19 @@ def _read_pair(low: LowRank, weight: str, model: Decoder) -> Pair:
         gain = own.gain(weight_here, tp)
     # scaled before it is rounded to the model's dtype, so only once
     wide = torch.promote_types(up.dtype, torch.float32)
-    made = Pair(
+    pair = Pair(
         down.to(dtype, copy=True),
         (up.to(wide) * form.scale).to(dtype),
         None if gain is None else gain.to(dtype),
     )
-    for name, value in zip(read, made, strict=False):
+    for name, value in zip(read, pair, strict=False):
         if value is not None and not value.isfinite().all():
             large = dtype == torch.float16 and bool(read[name].isfinite().all())
             raise ValueError(
                 f"{name} has values that are not finite in {dtype}"
                 + ": use --dtype float32" * large
             )
-    return made
+    return pair
 
 
 def _local_part(

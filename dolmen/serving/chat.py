@@ -58,8 +58,8 @@ class ChatSession:
         """
         if not self.messages or self.messages[-1]["role"] != template.ASSISTANT:
             return None
-        *self.messages, said, _ = self.messages
-        return said["content"]
+        *self.messages, message, _ = self.messages
+        return message["content"]
 
     def stop(self) -> None:
         """Interrupt the reply at its next token (from a signal handler)."""

@@ -152,8 +152,8 @@ def stop_tokens(source: ModelSource) -> set[int]:
     generation_config.json or, if that has none, of config.json.
     """
     ends = special_tokens.end_token_ids(special_tokens.ids_of(source.model))
-    for said in (source.generation_config, source.model.config):
-        ids = said.get("eos_token_id")
+    for config in (source.generation_config, source.model.config):
+        ids = config.get("eos_token_id")
         if ids is not None:
             return ends | (set(ids) if isinstance(ids, list) else {ids})
     return ends

@@ -76,9 +76,9 @@ class Detokenizer:
         text = self._decode(self._before, len(self.tokens))
         if self._read < len(self.tokens) - 1:
             # bytes held back are characters of their own, unless this token completes them
-            held = self._decode(self._before, len(self.tokens) - 1)
-            own = len(text) > len(held) and text.startswith(held)
-            start = len(self._text) + (len(held) - len(known) if own else 0)
+            before = self._decode(self._before, len(self.tokens) - 1)
+            own = len(text) > len(before) and text.startswith(before)
+            start = len(self._text) + (len(before) - len(known) if own else 0)
         else:
             start = len(self._text)
         self.offset = max(self.offset, start)
@@ -113,9 +113,9 @@ class Detokenizer:
         longest = max(map(len, self.stop), default=1)
         start = max(0, len(self._text) - longest + 1)  # a stop string may have begun here
         self._text += new
-        found = [(at, s) for s in self.stop if (at := self._text.find(s, start)) >= 0]
-        if found:
-            at, self.stopped = min(found)
+        matches = [(at, s) for s in self.stop if (at := self._text.find(s, start)) >= 0]
+        if matches:
+            at, self.stopped = min(matches)
             self._text = self._text[:at]
             certain = at
         else:

@@ -69,13 +69,13 @@ class CacheUsage:
         """Format for the log: pages in use, their bytes, those allocated, and those of a
         rectangle.
         """
-        held, allocated, rectangle = (
+        in_use, allocated, rectangle = (
             size(tokens * self.bytes_per_token, "B")
             for tokens in (self.in_use * self.page, self.allocated * self.page, self.rectangle)
         )
         return (
             f"KV cache, per process: at most {plural(self.in_use, 'page')} of {self.page} tokens "
-            f"in use, {held} ({allocated} allocated); padded to the longest sequence: {rectangle}"
+            f"in use, {in_use} ({allocated} allocated); padded to the longest sequence: {rectangle}"
         )
 
 

@@ -32,12 +32,12 @@ def journal_path(output: Path) -> Path:
 
 def digest(file: Path) -> str:
     """Return a hash of all bytes of a file, in hex (blake2b, 128 bits)."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     with gate.open_file(file) as stream:
         # 1 MiB at a time: inputs may be larger than memory
         for block in iter(lambda: stream.read(1 << 20), b""):
-            found.update(block)
-    return found.hexdigest()
+            hasher.update(block)
+    return hasher.hexdigest()
 
 
 def check_output(
@@ -69,10 +69,10 @@ def check_output(
         _check_head(journal, there, options, input_digest)
     elif there and rows is not None:
         # without a journal the output is complete, or is not ours
-        found = sum(1 for _ in gate.read_json_lines(output, OUTPUT_ROW))
-        if found != rows:
+        complete = sum(1 for _ in gate.read_json_lines(output, OUTPUT_ROW))
+        if complete != rows:
             raise ValueError(
-                f"--resume: {output} has {plural(found, 'row')} of {rows:,}, but {journal.name} "
+                f"--resume: {output} has {plural(complete, 'row')} of {rows:,}, but {journal.name} "
                 "with its options is missing: give another --output"
             )
         return False
@@ -168,12 +168,12 @@ class OutputFile:
         line.
         """
         try:
-            found = gate.parse_json(line, self.file, JOURNAL_LINE)
+            entry = gate.parse_json(line, self.file, JOURNAL_LINE)
         except Refused:
             return False
         # the first line has none
-        if "row" in found:
-            self.held[found["row"]] = found["answer"]
+        if "row" in entry:
+            self.held[entry["row"]] = entry["answer"]
         return True
 
     def has(self, row: int) -> bool:

@@ -303,9 +303,9 @@ def log_probabilities(
     """Return log-probabilities of each row in fp64, [rows, 1 + 2 top]: that of the row's token,
     those of the `top` likeliest tokens, and the ids of these.
     """
-    found = scores.double().log_softmax(-1)
-    own = found.gather(-1, tokens[:, None])
+    values = scores.double().log_softmax(-1)
+    own = values.gather(-1, tokens[:, None])
     if not top:
         return own
-    best = found.topk(min(top, found.shape[-1]), -1)
+    best = values.topk(min(top, values.shape[-1]), -1)
     return torch.cat((own, best.values, best.indices.double()), -1)

@@ -300,8 +300,8 @@ def validate_sources(
     over batches (progress for the watchdog). Every rank calls it.
     """
     losses, every = {}, loader.validation_by_source
-    for name, held in every.items():
-        batches = loader.validation_batches(most, mesh.dp.rank, mesh.dp.size, held)
+    for name, rows in every.items():
+        batches = loader.validation_batches(most, mesh.dp.rank, mesh.dp.size, rows)
         losses[name] = mean_loss(state.model, through(batches), mesh, state.schedule).loss
     # masked LM predicts only some of the tokens, so its bytes are not all predicted
     per_byte = bits_per_byte(losses, every) if loader.cloze is None else {}
@@ -309,15 +309,15 @@ def validate_sources(
     return result if state.step else replace(result, before=per_byte)
 
 
-def bits_per_byte(losses: Mapping[str, float], held: Mapping[str, HeldOutRows]) -> dict[str, float]:
+def bits_per_byte(losses: Mapping[str, float], rows: Mapping[str, HeldOutRows]) -> dict[str, float]:
     """Return bits per byte of each source whose size is known: loss (nats per token) times tokens
-    per byte / ln 2. Tokens per byte are those of the source's whole validation split `held`, so the
+    per byte / ln 2. Tokens per byte are those of the source's whole validation split `rows`, so the
     result is exact where all of it was read.
     """
     return {
-        name: loss * held[name].tokens / size / math.log(2)
+        name: loss * rows[name].tokens / size / math.log(2)
         for name, loss in losses.items()
-        if (size := held[name].bytes)
+        if (size := rows[name].bytes)
     }
 
 
@@ -364,12 +364,12 @@ class Validator:
             del shown[name]
         loss, tokens = result.loss, result.tokens
         each = self._validate_sources(state, most, through)
-        held = self.loader.validation_tokens
+        held_out = self.loader.validation_tokens
         size = self.loader.validation_bytes
-        bits = result.bits_per_byte(size) if tokens == held and size is not None else None
+        bits = result.bits_per_byte(size) if tokens == held_out and size is not None else None
         # bits per byte divide by the bytes of the whole split, so a part of its tokens gives none
         self.last = Validation(
-            state.step, loss, tokens, held, bits, each.losses, each.per_byte, each.before
+            state.step, loss, tokens, held_out, bits, each.losses, each.per_byte, each.before
         )
         if math.isfinite(loss):
             self.kept = self.last
@@ -381,7 +381,7 @@ class Validator:
             **each.row(),
             **{f"val_{name}": value for name, value in shown.items()},
         }
-        part = "" if tokens == held else f" of {held:,}"
+        part = "" if tokens == held_out else f" of {held_out:,}"
         why = ""
         if part and state.step == state.steps and self.loader.cloze is None:
             why = "; limited in a short run, --log.validation-tokens 0 reads all"
@@ -422,13 +422,13 @@ class Validator:
         """Write calibration.png of a reward model (first rank); return its expected calibration
         error.
         """
-        made = Calibration.from_metrics(result)
+        calibration = Calibration.from_metrics(result)
         if self.mesh.first:
             folder.claim(self.out, CALIBRATION_FILE)
             title = f"{self.run.name}: held-out pairs"
-            image = plot_calibration(made, result["accuracy"], title)
+            image = plot_calibration(calibration, result["accuracy"], title)
             write.replace(self.out / CALIBRATION_FILE, image)
-        return made.error
+        return calibration.error
 
 
 def validation_objective(objective: Objective) -> Objective:

@@ -83,8 +83,8 @@ def _validation(run: RunConfig, outcome: dict) -> str:
     """Describe the last validation of the run for the summary: loss with its unit, how much of the
     validation split was read, and after which step. `outcome` is summary.json.
     """
-    read, held, step = (outcome[n] for n in ("val_tokens", "held_out_tokens", "val_step"))
-    tokens = f"{read:,}" if read == held else f"{read:,} of {held:,}"
+    read, held_out, step = (outcome[n] for n in ("val_tokens", "held_out_tokens", "val_step"))
+    tokens = f"{read:,}" if read == held_out else f"{read:,} of {held_out:,}"
     when = "" if step == outcome["steps"] else f", after step {step}"
     objective = run.objective
     unit = {"tokens": "nats per token", "reward": "per pair"}.get(

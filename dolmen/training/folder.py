@@ -187,8 +187,8 @@ def require_own_files(out: Path) -> list[tuple[str, str]]:
     dolmen did not write every one of them.
     """
     ours, foreign = split_by_owner(out)
-    if found := [path for path, _ in foreign]:
-        shown = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    if paths := [path for path, _ in foreign]:
+        shown = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
         shown += (
             f" (not listed as written by dolmen: there is no {LIST})"
             if _read_list(out) is None
@@ -245,8 +245,8 @@ def remove_export(out: Path) -> None:
     deleted, where it holds files that dolmen did not write.
     """
     ours, foreign = (
-        [entry for entry in found if entry[0].split("/")[0] == "hf"]
-        for found in split_by_owner(out)
+        [entry for entry in entries if entry[0].split("/")[0] == "hf"]
+        for entries in split_by_owner(out)
     )
     if foreign:
         raise Unusable(
@@ -319,8 +319,8 @@ def _walk(folder: Path, below: str = "") -> Iterator[tuple[str, str]]:
     a "link".
     """
     with os.scandir(folder / below) as entries:
-        found = sorted(entries, key=lambda entry: entry.name)
-    for entry in found:
+        listed = sorted(entries, key=lambda entry: entry.name)
+    for entry in listed:
         path = f"{below}{entry.name}"
         if entry.is_dir(follow_symlinks=False):
             yield path, "folder"
@@ -352,18 +352,18 @@ def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
     # raises where another run holds it
     if (out / LOCK).exists():
         unlock_folder(out, lock_folder(out))
-    held = out.is_dir() and any(path.name != LOCK for path in out.iterdir())
+    occupied = out.is_dir() and any(path.name != LOCK for path in out.iterdir())
     owned = (out / LIST).exists() or is_run(out / "config.yaml")
-    if held and not (owned or resume or overwrite):
+    if occupied and not (owned or resume or overwrite):
         raise ValueError(
             f"{out} is not empty and does not contain a dolmen run: give another --out"
         )
-    if held and not (resume or overwrite):
+    if occupied and not (resume or overwrite):
         raise ValueError(
             f"{out} already contains a run: use --resume to continue it, --overwrite to start "
             "again, or another --out"
         )
-    if overwrite and held and not owned:
+    if overwrite and occupied and not owned:
         raise ValueError(
             f"--overwrite would delete {out}, which has no config.yaml of a run, so it was not "
             "written by dolmen: remove it yourself"

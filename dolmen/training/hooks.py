@@ -234,8 +234,8 @@ class TrainingHooks:
         def facts(seconds: float) -> dict[str, float]:
             """Return tokens per second and MFU of a step that took `seconds`."""
             rate = m.tokens / seconds
-            found = self.peak.utilization(rate * self.flops, self.mesh.size)
-            return {"tokens_per_second": rate, **found}
+            utilization = self.peak.utilization(rate * self.flops, self.mesh.size)
+            return {"tokens_per_second": rate, **utilization}
 
         for line in self.profile.write(facts):
             self.line.say(line)

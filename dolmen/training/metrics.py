@@ -174,8 +174,8 @@ def plot(file: Path, to: Path, title: str) -> None:
     validation = [r for r in rows if r.get("val_loss") is not None and r["step"] in tokens]
     if validation:
         x_held = [tokens[r["step"]] / 1e6 for r in validation]
-        held = [r["val_loss"] for r in validation]
-        axis.plot(x_held, held, "o-", color="#c4501b", markersize=4, label="held out")
+        validation_losses = [r["val_loss"] for r in validation]
+        axis.plot(x_held, validation_losses, "o-", color="#c4501b", markersize=4, label="held out")
     rate = axis.twinx()
     rate.plot(x, [r["lr"] for r in train], color="#7a9e7e", linewidth=1, linestyle="--")
     rate.set_ylabel("learning rate", color="#5d805f")

@@ -91,8 +91,8 @@ def datasheet(name: str, dtype: torch.dtype) -> float | None:
         return None
     # "NVIDIA H200 NVL" starts with "NVIDIA H200" too: the longest name is meant
     rates = DATASHEET[max(known, key=len)]
-    found = dict(zip((torch.bfloat16, torch.float16, torch.float32), rates, strict=True)).get(dtype)
-    return None if found is None else 1e12 * found
+    peak = dict(zip((torch.bfloat16, torch.float16, torch.float32), rates, strict=True)).get(dtype)
+    return None if peak is None else 1e12 * peak
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.25) -> float:

@@ -86,8 +86,8 @@ class StepRecording:
         """Return the Chrome trace of the step as JSON. Raises OSError where the temporary file
         could not be written in full.
         """
-        with tempfile.TemporaryDirectory() as made:
-            file = Path(made) / "trace.json"
+        with tempfile.TemporaryDirectory() as temporary:
+            file = Path(temporary) / "trace.json"
             self.profiler.export_chrome_trace(str(file))
             trace = file.read_bytes()
         if not trace.rstrip().endswith(b"}"):  # torch writes to a full disk in silence

@@ -184,8 +184,8 @@ def _lock(job: _Job) -> Iterator[None]:
     file system has no locks.
     """
     patience = 60 if job.start.restarted else 0
-    held = on_first_rank(job.mesh, lambda: folder.lock_folder(job.out, patience))
-    if job.mesh.first and held is None:
+    descriptor = on_first_rank(job.mesh, lambda: folder.lock_folder(job.out, patience))
+    if job.mesh.first and descriptor is None:
         job.console.print(
             f"WARNING: the file system of {job.out} does not support locks, so a second run in "
             "the same folder cannot be prevented"
@@ -194,7 +194,7 @@ def _lock(job: _Job) -> Iterator[None]:
         yield
     finally:
         if job.mesh.first:
-            folder.unlock_folder(job.out, held)
+            folder.unlock_folder(job.out, descriptor)
 
 
 def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -> Outcome:
@@ -372,8 +372,8 @@ def length_option(config: RunConfig) -> str:
     """Return the name of the option of --train that sets the length of the run: "tokens", "epochs",
     else "steps".
     """
-    given = (name for name in ("tokens", "epochs") if getattr(config.train, name) is not None)
-    return next(given, "steps")
+    stated = (name for name in ("tokens", "epochs") if getattr(config.train, name) is not None)
+    return next(stated, "steps")
 
 
 def summary(outcome: Outcome, out: Path) -> None:

@@ -63,23 +63,23 @@ def product_shapes(
 ) -> list[ProductShape]:
     """Return the products of each weight that tp splits: output, input and weight gradient."""
     tokens, one, leaves = microbatch_size * exact.tokens, exact.tokens, exact.tp
-    found = []
+    shapes = []
     for leaf in dict.fromkeys(spec.leaves.values()):
         if leaf.role == "head":
             # multiplied a sequence at a time
             out, block = -(-leaf.shape[0] // tp), exact.block(leaf.shape[0])
-            found += _column_shapes(one, one, out, block, leaf.shape[1])
+            shapes += _column_shapes(one, one, out, block, leaf.shape[1])
         elif leaf.role == "matrix" and leaf.shards[0].dim == 0:
             out, inputs = leaf.shape
-            found += _column_shapes(tokens, one, out // tp, out // leaves, inputs)
+            shapes += _column_shapes(tokens, one, out // tp, out // leaves, inputs)
         elif leaf.role == "matrix":
             out, inputs = leaf.shape
-            found += [
+            shapes += [
                 ProductShape(tokens, inputs // leaves, out, one, out, "b"),
                 ProductShape(tokens, out, inputs // tp, one, inputs // leaves),
                 ProductShape(out, one, inputs // tp, out, inputs // leaves, "a"),
             ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(shapes))
 
 
 def _column_shapes(

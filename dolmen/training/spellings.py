@@ -306,8 +306,8 @@ def suggestion(name: str, known: Collection[str]) -> str:
     names = EQUAL.get(name) or EQUAL.get(last) or ()
     equal = (names,) if isinstance(names, str) else names
     theirs = [option for option in equal if option.split()[0] in known]
-    if found := ours or theirs[:1]:
-        return _meant(found)
+    if options := ours or theirs[:1]:
+        return _meant(options)
     if "train.steps" in known and (advice := _suggest_families((*equal, name), known)):
         return advice
     return _meant(
@@ -322,11 +322,11 @@ def meant_command(verb: str, argv: Sequence[str], stray: Collection[str]) -> str
     options that they are meant for, by POSITIONAL; empty where that is not clear or these options
     are already present.
     """
-    given = {word.partition("=")[0].removeprefix("--").replace("_", "-") for word in argv}
-    left = [option for option in POSITIONAL.get(verb, ()) if option not in given]
+    present = {word.partition("=")[0].removeprefix("--").replace("_", "-") for word in argv}
+    left = [option for option in POSITIONAL.get(verb, ()) if option not in present]
     # of a word that is there twice the last is stray
     places = [i for i, word in enumerate(argv) if word in stray and word not in argv[i + 1 :]]
-    if not left or not places or "" in stray or "input" in given:
+    if not left or not places or "" in stray or "input" in present:
         return ""
     if left == ["prompt"]:  # several words are one text without its quotes
         text = " ".join(argv[i] for i in places)
@@ -345,9 +345,9 @@ def _option(name: str | None) -> tuple[str, ...]:
     return () if name is None else (f"--{name}",)
 
 
-def _meant(found: Collection[str]) -> str:
+def _meant(options: Collection[str]) -> str:
     """Return "did you mean --A or --B?", or "" for no option."""
-    return f"did you mean {' or '.join(f'--{option}' for option in found)}?" if found else ""
+    return f"did you mean {' or '.join(f'--{option}' for option in options)}?" if options else ""
 
 
 def _near(last: str, known: Collection[str]) -> list[str]:
@@ -364,8 +364,8 @@ def _suggest_families(options: Collection[str], known: Collection[str]) -> str:
         having = [family for family in families().values() if path in family.names]
         same = [n for f in having for n, own in f.names.items() if own == f.names[path]]
         called = [f"{MODEL}{name.replace('_', '-')}" for name in same]
-        if found := [name for name in called if name in known]:
-            return _meant(found[:1])
+        if same_field := [name for name in called if name in known]:
+            return _meant(same_field[:1])
         if having:
             names = ", ".join(family.name for family in having)
             return f"other families have {path}: choose one with --model.model-type, of {names}"

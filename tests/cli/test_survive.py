@@ -195,7 +195,7 @@ def test_a_stopped_rank_is_named(material, tmp_path):
         in complained
     ), complained
     assert (
-        "does not answer" in complained
+        "does not respond" in complained
         and "1 of 2 ranks are waiting for it" in complained
         and (out / "hang" / "rank-0.txt").stat().st_size
     )

@@ -63,7 +63,7 @@ def test_a_program_that_fails_gets_no_more_and_is_told_once(run, monkeypatch, fa
     guarded.close()
     guarded.thread.join()
     told = [f"WARNING: wandb is no longer logged to (OSError: no room to {fails}); "]
-    assert said == [told[0] + "metrics.jsonl has all"] * bool(fails)
+    assert said == [told[0] + "metrics.jsonl has all metrics"] * bool(fails)
     after = {"begin": [], "write": ["begin", "write"]}
     assert not made or made[0].calls == after.get(fails, ["begin", "write", "write", "close"])
 

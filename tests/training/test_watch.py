@@ -46,7 +46,7 @@ def test_a_silent_process_is_named_first():
     said = verdict({0: row(12, True), 1: row(12), 2: {}}, [2], {})
     assert (
         said.startswith("dolmen: rank 2 (unknown host")
-        and "does not answer" in said
+        and "does not respond" in said
         and "rank 1 (" not in said
     )
 

@@ -177,7 +177,7 @@ class ViewAdamW(torch.optim.AdamW):
         does.
         """
         lists = params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
-        found = super()._init_group(group, *lists)
+        has_complex = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = map(self.view, tensors)
-        return found
+        return has_complex

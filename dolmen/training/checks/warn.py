@@ -146,11 +146,11 @@ def small_validation_split(run: RunConfig, loader: Loader) -> str | None:
     """Return a warning where the validation split is less than a fifth of the requested share, or
     less than one batch; None also without a validation split.
     """
-    held, unit = loader.validation_tokens, loader.unit
+    held_out, unit = loader.validation_tokens, loader.unit
     share, batch = loader.validation_share(run.sequence_length)
     by_hash = run.data.validation is None and run.data.order == "dolmen"
     requested = run.data.validation_fraction if by_hash else 0.0
-    if not held or (held >= batch and share >= requested / 5):
+    if not held_out or (held_out >= batch and share >= requested / 5):
         return None
     share_text = "text" if unit == "token" else f"{unit}s"
     shares = f" ({share:.2%} of the {share_text}, {requested:.2%} requested)" if requested else ""
@@ -158,8 +158,8 @@ def small_validation_split(run: RunConfig, loader: Loader) -> str | None:
         "a larger --data.validation-fraction, or give --data.validation" if requested else "more"
     )
     return (
-        f"the validation text has {plural(held, unit)}{shares}, and a batch {batch:,}: its loss "
-        f"is noisy; use {option}" + ("" if requested else " text in --data.validation")
+        f"the validation text has {plural(held_out, unit)}{shares}, and a batch {batch:,}: its "
+        f"loss is noisy; use {option}" + ("" if requested else " text in --data.validation")
     )
 
 
