@@ -109,7 +109,7 @@ class Harness(TemplateLM):
         loaded = self.loaded
         row_scores = perplexity.score_rows(loaded.model, rows, loaded.mesh, loaded.schedule)
         # all scored tokens are the argmax
-        greedy = row_scores.likeliest == lengths - np.array(firsts)
+        greedy = row_scores.correct == lengths - np.array(firsts)
         return list(zip(row_scores.log_likelihoods.tolist(), greedy.tolist(), strict=True))
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> list[float]:

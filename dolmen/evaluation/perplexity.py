@@ -149,7 +149,7 @@ class RowScores(NamedTuple):
 
     log_likelihoods: Float64[np.ndarray, " rows"]
     """Sum of their log-probabilities, in nats."""
-    likeliest: Int64[np.ndarray, " rows"]
+    correct: Int64[np.ndarray, " rows"]
     """Number of counted tokens that are the model's argmax."""
 
 
@@ -194,8 +194,8 @@ def score_rows(
     # each row is on one rank of dp, each of its tokens on one of cp, and its end on one of pp
     # tp ranks hold equal sums: each is added tp times
     whole = collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size
-    likelihoods, likeliest = np.array(device.read_back(whole), np.float64).reshape(2, -1)
-    return RowScores(likelihoods, likeliest.astype(np.int64))
+    likelihoods, correct = np.array(device.read_back(whole), np.float64).reshape(2, -1)
+    return RowScores(likelihoods, correct.astype(np.int64))
 
 
 def _groups(model: Decoder, rows: ScoringRows, mesh: Mesh, micros: int) -> Iterator[_RowGroup]:
@@ -247,8 +247,8 @@ def _score_sequences(hidden: Tensor, head: Any, part: Batch) -> Float64[Tensor, 
     """Per sequence of a microbatch, over this cp rank's tokens: sum of log-probabilities, and
     number of tokens that are the argmax.
     """
-    found, likeliest = head.log_probabilities_and_argmax(hidden, part.labels)
-    right = likeliest == head.here(part.labels)
+    found, argmax = head.log_probabilities_and_argmax(hidden, part.labels)
+    right = argmax == head.here(part.labels)
     return torch.stack((found.double().sum(1), right.double().sum(1)))
 
 
@@ -288,7 +288,7 @@ class Evaluation:
             loss,
             math.exp(loss) if loss < 709 else math.inf,
             None if text.bytes is None else nats / math.log(2) / text.bytes,
-            int(scores.likeliest.sum()) / text.tokens,
+            int(scores.correct.sum()) / text.tokens,
             text.tokens,
             text.bytes,
             text.documents,

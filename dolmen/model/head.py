@@ -236,8 +236,8 @@ class LMHead(ModelHead):
         place; without gradients.
         """
         judge = partial(log_probabilities_and_argmax, product=self.laid_out)
-        values, likeliest = self._evaluate_labels(judge, hidden, labels)
-        return values.view(self.sequences, -1), likeliest.view(self.sequences, -1)
+        values, argmax = self._evaluate_labels(judge, hidden, labels)
+        return values.view(self.sequences, -1), argmax.view(self.sequences, -1)
 
     def _evaluate_labels(
         self, judge: Callable[..., Any], hidden: Tensor, labels: Tensor, temperature: float = 1.0

@@ -136,11 +136,11 @@ class Request:
 
 @dataclass(frozen=True)
 class LogProb:
-    """Log-probability of a token, and of the likeliest tokens in its place."""
+    """Log-probability of a token, and of the most likely tokens in its place."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    """Ids and log-probabilities, likeliest first."""
+    """Ids and log-probabilities, most likely first."""
 
 
 @dataclass(frozen=True)

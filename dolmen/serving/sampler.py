@@ -39,7 +39,7 @@ class SampledToken:
     finite: bool
     """True if all logits were finite; otherwise the token is meaningless."""
     logprob: LogProb | None
-    """Its log-probability and those of the likeliest tokens; None if the request wants none."""
+    """Its log-probability and those of the most likely tokens; None if the request wants none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ class ForwardOutput:
 
     @property
     def top(self) -> int:
-        """Number of likeliest tokens whose log-probabilities are computed for every row: the most
+        """Number of most likely tokens whose log-probabilities are computed for every row: the most
         that any request wants.
         """
         return max((group.request.top for _, group, _ in self.draws), default=0)

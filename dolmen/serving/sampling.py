@@ -7,7 +7,7 @@ In the order and with the formulas of transformers (`generation/logits_process.p
     -> / temperature -> top-k -> top-p (1904.09751) -> min-p (2407.01082)      `apply_warpers`
     -> softmax -> cumulative probability -> its inverse at the uniform number  `sample_token`
 
-At temperature 0 only the first two lines act, and the likeliest token is selected. The uniform
+At temperature 0 only the first two lines act, and the most likely token is selected. The uniform
 number follows from (seed, id, sample, step) alone: neither batch nor device nor layout changes it.
 """
 
@@ -28,7 +28,7 @@ CLOSE = 1e-4
 a token within this of another one may be sampled instead in another batch."""
 
 NUCLEUS = 1024
-"""Number of likeliest tokens among which the nucleus of top-p is searched first."""
+"""Number of most likely tokens among which the nucleus of top-p is searched first."""
 
 Scores = Float[Tensor, "rows vocabulary"]
 
@@ -205,8 +205,8 @@ def keep_top_k(
 def keep_top_p(
     scores: Float[Tensor, "rows vocabulary"], p: float
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Keep in each row the fewest tokens, likeliest first, that together have probability p or more
-    (at least one; of equal ones the first); set others to -inf.
+    """Keep in each row the fewest tokens, most likely first, that together have probability p or
+    more (at least one; of equal ones the first); set others to -inf.
     """
     wide = scores.double()
     total = wide.logsumexp(-1, keepdim=True)
@@ -227,10 +227,10 @@ def keep_top_p(
 def keep_min_p(
     scores: Float[Tensor, "rows vocabulary"], p: float
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Keep in each row the tokens with at least p times the probability of the likeliest one; set
+    """Keep in each row the tokens with at least p times the probability of the most likely one; set
     others to -inf.
     """
-    # compared with the likeliest token's, so normalization cancels
+    # compared with the most likely token's, so normalization cancels
     probability = scores.softmax(-1)
     return scores.masked_fill(probability < p * probability.amax(-1, keepdim=True), -math.inf)
 
@@ -264,8 +264,8 @@ def select_tokens(
 def greedy(
     scores: Float[Tensor, "rows vocabulary"],
 ) -> tuple[Int64[Tensor, " rows"], Bool[Tensor, " rows"]]:
-    """Select the likeliest token of each row, the first of equal ones. Also returns the rows in
-    which the second likeliest logit is within CLOSE.
+    """Select the most likely token of each row, the first of equal ones. Also returns the rows in
+    which the second largest logit is within CLOSE.
     """
     if scores.shape[-1] == 1:
         return scores.argmax(-1), torch.zeros_like(scores[:, 0], dtype=torch.bool)
@@ -301,7 +301,7 @@ def log_probabilities(
     scores: Float[Tensor, "rows vocabulary"], tokens: Int64[Tensor, " rows"], top: int
 ) -> Float[Tensor, "rows numbers"]:
     """Return log-probabilities of each row in fp64, [rows, 1 + 2 top]: that of the row's token,
-    those of the `top` likeliest tokens, and the ids of these.
+    those of the `top` most likely tokens, and the ids of these.
     """
     values = scores.double().log_softmax(-1)
     own = values.gather(-1, tokens[:, None])

@@ -144,7 +144,7 @@ def test_rows_are_foretold_as_transformers_does(folders, name, monkeypatch):
     monkeypatch.setattr(perplexity, "TOKENS_AT_ONCE", 60)
     found = score_rows(load_decoder(open_source(folders[name])), ragged(), SINGLE)
     assert found.log_likelihoods == pytest.approx(sums, rel=1e-6)
-    assert found.likeliest.tolist() == likeliest
+    assert found.correct.tolist() == likeliest
 
 
 def test_rows_fit_a_table_of_positions(folders, monkeypatch):
@@ -167,7 +167,7 @@ def test_no_layout_changes_the_loss(folders, spawn):
     assert len(got) == len(LAYOUTS) and len(told) == len(OF_ROWS)
     for layout, found in told.items():
         assert found.log_likelihoods == pytest.approx(apart.log_likelihoods, rel=1e-6), layout
-        assert (found.likeliest == apart.likeliest).all(), layout
+        assert (found.correct == apart.correct).all(), layout
     for layout, (whole, own) in got.items():
         assert whole.tokens == want.tokens and whole.loss == pytest.approx(want.loss, rel=1e-6), (
             layout

@@ -69,7 +69,7 @@ class LogprobEntry:
 
     sampled: TokenLogprob
     top: Sequence[TokenLogprob]
-    """The likeliest tokens in its place, likeliest first."""
+    """The most likely tokens in its place, most likely first."""
     offset: int
     """Characters of the completion before it."""
 
@@ -112,8 +112,8 @@ class TokenTexts:
         return TokenLogprob(text, max(logprob, LOWEST_LOGPROB), part)
 
     def entry(self, token: int, logprob: LogProb, offset: int) -> LogprobEntry:
-        """Return the log-probability entry of a token of a completion or prompt, with its likeliest
-        alternatives. `offset`: characters before it.
+        """Return the log-probability entry of a token of a completion or prompt, with its most
+        likely alternatives. `offset`: characters before it.
         """
         top = [self.token_logprob(one, value) for one, value in logprob.top]
         return LogprobEntry(self.token_logprob(token, logprob.logprob), top, offset)
@@ -314,10 +314,10 @@ class ChatFormat(ChoiceFormat):
 
 
 def top_logprobs(top: Sequence[TokenLogprob]) -> dict[str, float]:
-    """Return token name -> log-probability. Of tokens with the same name the likeliest one
+    """Return token name -> log-probability. Of tokens with the same name the most likely one
     counts.
     """
-    # reversed: the later entry of a dict wins, and that should be the likeliest
+    # reversed: the later entry of a dict wins, and that should be the most likely
     return {one.name: one.logprob for one in reversed(top)}
 
 
