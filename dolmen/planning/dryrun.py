@@ -68,6 +68,12 @@ def report(request: DryrunRequest, progress: bool = False) -> DryRunReport:
     resolved = resolve(request.run, None, reads_init=False)
     validate_computation(resolved)
     run = resolved.config
+    if run.train.numerics == "exact":
+        # AdamW's foreach form reads its step counts, and tensors of a dry run have no values
+        raise ValueError(
+            "a dry run does not cover train.numerics exact, whose ranks hold whole gradients until "
+            "the last backward: set --train.numerics fast"
+        )
     ranks, hardware = ranks_of(options.ranks, run.layout.world), KNOWN[options.device]
     pp = run.layout.world // run.layout.pp
     steps = [shorten_step(run, rank, options.exact).schedule for rank in ranks]

@@ -16,6 +16,8 @@ from dolmen.core.mesh import SINGLE
 from dolmen.model.layout import Layout
 from dolmen.ops import invariant
 from dolmen.ops.exact import Exact
+from dolmen.planning import dryrun
+from dolmen.planning.config import DryrunConfig, DryrunRequest
 from dolmen.training import self_test
 from dolmen.training.checks.exact import check_exact
 from dolmen.training.config import RunConfig
@@ -104,6 +106,11 @@ def test_is_refused(name, material):
     with pytest.raises(ValueError, match=words) as refused:
         check_exact(config(material, **sections))
     assert "--train.numerics" in str(refused.value)
+
+
+def test_a_dry_run_is_refused(material):
+    with pytest.raises(ValueError, match="does not cover train.numerics exact"):
+        dryrun.report(DryrunRequest(config(material), DryrunConfig()))
 
 
 @pytest.mark.parametrize(
