@@ -41,6 +41,7 @@ from dolmen.core.config import changed_options, flatten, to_dict
 from dolmen.core.mesh import Mesh
 from dolmen.data import loader as data_loader
 from dolmen.data.base_loader import Loader
+from dolmen.data.sources import resolve_sources
 from dolmen.files import gate
 from dolmen.optim import optimizer as optim
 from dolmen.training.checks.folder import (
@@ -276,7 +277,15 @@ def _check(request: TrainRequest) -> None:
     handling = request.handling
     check_folder(request.out, handling.resume, handling.overwrite)
     if handling.overwrite:
-        check_overwrite(request.config, request.out, request.source)
+        data, pretraining = request.config.data, request.config.ppo.pretraining_path
+        named = (data.path, [data.validation] if data.validation else (), pretraining)
+        sources = [
+            source
+            for entries in named
+            if entries
+            for source in resolve_sources(entries, cache=data.cache_folder)
+        ]
+        check_overwrite(request.config, request.out, request.source, sources)
     if handling.resume:
         check_resume(request.config, request.out)
 
