@@ -392,6 +392,7 @@ def _gradient_order(parameter: str, place: dict[str, int]) -> tuple[int, int]:
 def _compare_update(a: Side, b: Side, before: float) -> Iterator[TensorComparison]:
     """Yield rows for AdamW's moments and for each parameter's update. The update is weighted by
     |gradient|: where a gradient is rounding alone, AdamW still makes a step of full length.
+    `before`: the largest difference that passed in an earlier stage; the tolerance grows with it.
     """
     one, other = a.recording.tensors, b.recording.tensors
     limit = Tolerance(a, b, before).now()

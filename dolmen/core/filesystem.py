@@ -46,7 +46,9 @@ def names_file(file: int | IO, path: Path) -> bool:
 
 def open_locked(path: Path, wait: bool = True, optional: bool = False) -> int | None:
     """Open the file `path`, created if it is missing, and lock it; return its descriptor, or None
-    where another process holds it and `wait` is False. Raises OSError, for a symbolic link as well.
+    where another process holds the lock and `wait` is False. Raises OSError, for a symbolic link as
+    well, and where the file system has no locks, unless the lock is `optional`: then the file is
+    open without one.
     """
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)

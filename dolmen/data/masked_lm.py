@@ -120,9 +120,9 @@ class Cloze:
         return tokens, labels, types, np.int64(end), following
 
     def _choose_tokens(self, tokens: Text, chance: np.random.Generator) -> Text:
-        """Sorted indices of the tokens to predict: whole words in random order, up to `fraction` of
-        the text's tokens, or 1 where that is less. A word that would exceed this is skipped, so
-        there may be none.
+        """Return the sorted indices of the tokens to predict: whole words, chosen in random order,
+        with at most max(1, `fraction` of the ordinary tokens) tokens together. A word that would
+        exceed this is skipped, so there may be none. Special tokens are never chosen.
         """
         masked = np.isin(tokens, self.ordinary)
         # a word begins here: by its form, at a special token, or after one

@@ -271,8 +271,8 @@ class _Step:
         self.left = Counter(a.chunk for a in schedule.actions[self.rank] if a.kind in "BW")
 
     def forward(self, action: Action, x: Tensor | None) -> None:
-        """Run F on x (None on the first stage): keep the graph unless this is forward only, and
-        send y up.
+        """Run action F on x (None on the first stage): keep the graph for backward unless this is
+        forward only, and send the output to the next stage, if there is one.
         """
         if x is not None:
             # what came over a channel is a leaf, in whose .grad backward leaves what goes on down

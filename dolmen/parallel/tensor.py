@@ -495,7 +495,7 @@ def _multiply_linears(
 
 
 def _apply_gain(y: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
-    """Return y gain + bias: DoRA scales outputs before their bias."""
+    """Return y * gain + bias (if any): DoRA scales a layer's outputs before their bias."""
     y = y * gain.to(y.dtype)
     return y if bias is None else y + bias
 

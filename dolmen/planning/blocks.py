@@ -384,9 +384,9 @@ class _Block(Maker):
         return rows[0], rows[1]
 
     def casts(self) -> Both:
-        """Return the rows that cast inputs of products to fp8: each is read, rounded and written in
-        two layouts, as a product takes both factors by rows. Scales are known from the kernel that
-        made the input.
+        """Return the rows, of forward and of backward, for the kernels that cast inputs of matrix
+        products to fp8: each input is read, rounded and written in two layouts, as a product takes
+        both factors by rows. Scales are known from the kernel that made the input.
         """
         name = next(name for name in self.leaves if name.endswith("up.weight"))
         *stack, inner, _ = self.local_shape(name)

@@ -381,9 +381,10 @@ class Counting(dispatch.Dispatch):
         self._row(flops.kind, op, flops=flops.flops, shape=flops.shape, dtype=factors, **moved)
 
     def _collective_axis(self, sends: str, name: str, args: Sequence[Any]) -> str | None:
-        """Return the mesh axis of a collective; None for a group of this rank alone, over which
-        FSDP also runs at ZeRO 0. Axes with the same ranks share a group: the kind of operator
-        decides which axis is named.
+        """Return the mesh axis of a collective, by the process group in its `args`; None for a
+        group of this rank alone, over which FSDP also runs at ZeRO 0. Axes with the same ranks
+        share a group: which of them is named depends on the kind of transfer, `sends`
+        ("all-to-all", "send", ...), and the operator's `name`.
         """
         names = self._group_axes(args)
         if names is None:

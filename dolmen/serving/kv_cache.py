@@ -417,8 +417,10 @@ class KVCache:
         shared: Mapping[int, list[int]],
         entries: Int64[Tensor, "2 _ _"],
     ) -> None:
-        """Write the owners of shared pages, and how far back each page begins for them, to
-        `entries` [2, shared pages, most owners of a page].
+        """Fill `entries` [2, shared pages, most owners of a page] in place, for `shared`, the
+        sequences that own each page: [0] gets the owners, as indices into `sequences`; [1] how many
+        tokens before the owner's last token, its query, the page begins. The rest of a row with
+        fewer owners is left as it is.
         """
         query = {sequence: i for i, sequence in enumerate(sequences)}
         for i, (page, own) in enumerate(shared.items()):

@@ -124,9 +124,9 @@ class TrainingHooks:
         ]
 
     def count(self, state: TrainState, m: StepMetrics) -> None:
-        """Count tokens and skipped steps; print why a step was skipped, and once that trainer and
-        generator disagree on log-probabilities. Raises FloatingPointError after `max_skips` skipped
-        steps in a row.
+        """Add the step's tokens and skip to the counters of these hooks; `state` is only read.
+        Print why a step was skipped, and once that trainer and generator disagree on
+        log-probabilities. Raises FloatingPointError after `max_skips` skipped steps in a row.
         """
         self.tokens_since += m.tokens
         self.skipped += m.skipped

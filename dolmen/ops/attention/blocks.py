@@ -189,8 +189,9 @@ def _mask(queries: range, keys: range, rule: Rule, device: torch.device) -> Tens
 
 
 def _distances(queries: range, keys: range, rule: Rule, like: Tensor) -> Tensor:
-    """Return key index minus query index, [queries, 1, keys], in the dtype of `like`: ALiBi's
-    distances, 0 or negative for earlier keys.
+    """Return ALiBi's distances [queries, 1, keys], in the dtype and on the device of `like`: key
+    index minus the key index of the query, which is its own index plus `rule.offset`. Negative for
+    earlier keys, 0 for the query's own, positive for later ones.
     """
     first, stop = queries.start + rule.offset, queries.stop + rule.offset
     at = torch.arange(first, stop, device=like.device, dtype=like.dtype)

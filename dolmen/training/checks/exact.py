@@ -146,8 +146,9 @@ def _check_model_sizes(config: RunConfig) -> None:
 
 
 def _check_batch_sizes(config: RunConfig) -> None:
-    """Raise ValueError where a microbatch or a process has no whole subtree of the sequences, or a
-    process none of the tokens that sequence parallelism gives it.
+    """Raise ValueError unless sums over parts equal exact numerics' one binary tree: the sequences
+    of a microbatch, and of a data-parallel process, must be a power of two (unless one has all of
+    them), and the tokens of a tensor-parallel rank under sequence parallelism whole leaves.
     """
     batch, micro = config.train.global_batch_size, config.microbatch_size
     layout, length, limit = config.layout, config.sequence_length, config.train.exact.tp
