@@ -195,7 +195,7 @@ def load(folder: Path, ranks: int) -> Tensors:
 
 
 def _named_pieces(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """Yield (file name key, tensor) of each piece and of its row indices."""
+    """Yield (key in the file, tensor) of each piece's values, and of its row indices if any."""
     for (stage, name), recorded in tensors.items():
         for number, piece in enumerate(recorded.pieces):
             shape = "x".join(map(str, recorded.shape))

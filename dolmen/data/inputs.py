@@ -96,8 +96,9 @@ def open_corpus(
     verify: bool = True,
 ) -> Corpus:
     """Return the tokens of a source: its text, tokenised into the cache if need be, then its .bin
-    files. `verify`: compare each cached byte with its digest, else only sizes. Raises ValueError
-    for a source without text, and for invalid tokens.
+    files; it may have only one of them. `verify`: compare each cached byte with its digest, else
+    only sizes. Raises ValueError where text files hold no text, and for invalid tokens in .bin
+    files.
     """
     parts, tokenizer, cache = [], inputs.tokenizer, config.cache_folder
     if source.text:

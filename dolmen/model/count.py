@@ -126,8 +126,8 @@ def activation_bytes_per_layer(
 
 
 def _kv_heads(attention: AttentionSpec, tp: int) -> float:
-    """Return the number of key-value heads that a rank multiplies and attends to: kv_heads / tp
-    where tp divides them, otherwise 1 if its queries share one head, or one per query.
+    """Return the number of key-value heads that a tp rank computes: kv_heads / tp where tp divides
+    them, else 1 if all query heads of the rank use the same one, else one per query head.
     """
     if attention.kv_heads % tp == 0:
         return attention.kv_heads / tp

@@ -168,8 +168,10 @@ class Assembly:
         self.exchanges = [_PartExchange(axis, e) for axis, e in entries.items() if e]
 
     def _add(self, entries: dict[Axis, list[_Entry]], way: _Layout, owner: tuple[int, ...]) -> None:
-        """Register a matrix that this rank holds a part of, on each axis up to the one on which
-        another rank takes it. `owner`: the owner's rank on each inner axis.
+        """Give the next number to a matrix that this rank holds a part of, and append its shape to
+        `shapes`; add it to `entries` of each axis, innermost first, up to the axis on which this
+        rank sends its part away. If it never does, it is the owner: add the number to `owned`.
+        `owner`: the owner's rank on each inner axis.
         """
         number, shape, cuts = len(self.shapes), way.shape, []
         # the outermost axis has cut the matrix first: shapes shrink inwards

@@ -35,7 +35,9 @@ from dolmen.planning.operations import (
 
 
 def embedding_rows(spec: ModelSpec, share: RankShare, program: Program) -> Operations:
-    """Return the rows of the embedding: tokens looked up, positions added, dropout."""
+    """Return the ledger rows of the embedding, forward and backward: token lookup, collectives over
+    tp, positions, dropout, and the weight gradient.
+    """
     maker = Maker(spec.width, share, program)
     x, stream = maker.whole, maker.x
     forward = [memory("F", "embed", "rows", x, x)]

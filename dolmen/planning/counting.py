@@ -288,7 +288,9 @@ class Counting(dispatch.Dispatch):
         self.since = []
 
     def read(self, tensor: Tensor) -> None:
-        """Record that the host reads a tensor, and so waits for the device."""
+        """Add a ledger row for a read of a tensor by the host, which waits for the device; nothing
+        before the first `step`.
+        """
         if self.places is not None:
             self._row("host", "read", read=tensor.nbytes)
 

@@ -113,7 +113,7 @@ class Question:
         return Pricing(self.capacity, self.cluster, self.batch, dtype, spread)
 
     def fullest_bytes(self, choice: LayoutChoice) -> int:
-        """Return the peak bytes of the fullest rank of a layout."""
+        """Return the peak bytes of the fullest rank of a layout, by closed forms."""
         return self.capacity.fullest(choice, self.batch)
 
     def fits(self, choice: LayoutChoice) -> bool:

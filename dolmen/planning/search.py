@@ -26,9 +26,9 @@ LESS = 0.99
 
 
 def changes(question: Question, choice: LayoutChoice, now: float) -> Iterator[Change]:
-    """Yield what each change of one option would gain over a layout that takes `now` seconds, the
-    fastest first; dp follows from the others. Each is simulated. A change that is neither faster
-    nor needs less memory is left out.
+    """Simulate each layout that differs from `choice` in one option (and the dp that follows), and
+    yield its seconds per step and peak bytes, the fastest first. Left out are layouts that are
+    neither faster than `now`, the seconds of `choice`, nor need at least 1 % less memory.
     """
     here = question.fullest_bytes(choice)
     tried = []

@@ -307,15 +307,15 @@ def _arguments(spec: ModelSpec) -> dict[str, Any]:
         "squared_relu": False,
         "untie_embeddings_and_output_weights": not spec.head.tied,
         "add_position_embedding": table is not None,
-        **_said_mixer(mixer, table, spec),
+        **_attention_arguments(mixer, table, spec),
         **(_said_experts(sparse[0], spec) if sparse else {"num_experts": None}),
     }
 
 
-def _said_mixer(
+def _attention_arguments(
     mixer: AttentionSpec | LatentAttentionSpec, table: PositionTable | None, spec: ModelSpec
 ) -> dict[str, Any]:
-    """Options for the attention of all layers."""
+    """Return Megatron's arguments for the attention of all layers, positions included."""
     if isinstance(mixer, LatentAttentionSpec):
         return {"kv_channels": spec.hidden_size // mixer.heads, **latent_arguments(mixer)}
     rope = mixer.positions if isinstance(mixer.positions, RopeSpec) else None

@@ -167,10 +167,11 @@ class Dialect:
         block: BlockSpec | None = None,
         expert: int | None = None,
     ) -> str:
-        """Return a canonical name as this dialect spells it. In a layer, `name` is the part after
-        the layer's number; `layer` is counted in its file, and `block` decides where norms are:
-        Transformer Engine fuses them with the next linear layer, but not the norm before experts.
-        `expert`: its number on the rank.
+        """Return the name of a tensor in this dialect. Outside of layers, `name` is the canonical
+        name. In a layer, pass both `layer` (its number in the file) and `block`, and as `name` the
+        part after the layer's number; `expert` is the expert's number on the rank. `block` decides
+        the names of norms: Transformer Engine fuses them with the next linear layer, but not the
+        norm before experts.
         """
         if layer is None or block is None:
             # outside of layers

@@ -33,8 +33,9 @@ def join_fake(world: int, rank: int = 0) -> None:
 
 
 def completed_work() -> torch.ScriptObject:
-    """Return a completed work object, as an operator returns it: that of a fake group never
-    completes unless waited for, like gloo's. 2.11 to 2.13.
+    """Return a c10d work object that is completed already, boxed as operators return it. It stands
+    in for the work of a fake process group, which, like gloo's, completes only when waited for.
+    For torch 2.11 to 2.13.
     """
     future: torch.futures.Future[None] = torch.futures.Future()
     future.set_result(None)

@@ -130,8 +130,8 @@ class EngineLoop:
             return changes
 
     def _has_changes(self) -> bool:
-        """Return whether requests were submitted or cancelled, or the loop was stopped, since the
-        last step.
+        """Return whether requests were submitted or cancelled, or the loop was stopped, since
+        changes were last taken. The caller holds the lock.
         """
         changes = self._changes
         return bool(changes.new or changes.cancelled or changes.end)

@@ -160,8 +160,8 @@ class CompletionStream:
         return self._last_delta(new, "stop" if self.text.stopped is not None else why)
 
     def _last_delta(self, new: str, why: Finish) -> Delta:
-        """Return the last delta, with the remaining log-probability entries; behind a stop string
-        those are dropped.
+        """Set the finish reason, and return the last delta, with the log-probability entries that
+        were not sent yet. If a stop string was found, the entries from it on are dropped.
         """
         self.finish = why
         cut = self.text.stopped is not None
