@@ -239,8 +239,9 @@ def _unknown_options_message(unknown: Sequence[str], verb: str, known: Collectio
 
 
 def _stray_words_message(argv: Sequence[str], places: Sequence[int], verb: str) -> str:
-    """Return the message for words that belong to no option, with the command that may be meant.
-    `places`: indices of these words in `argv`.
+    """Return the error message for words that belong to no option; it names the first of them.
+    `places`: their indices in `argv`. After an option: that the option does not take the value;
+    else the corrected command, if it is clear and short enough, or how to list the options.
     """
     before = argv[places[0] - 1] if places[0] else ""
     word = cut(argv[places[0]]) or "''"

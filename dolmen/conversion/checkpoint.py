@@ -113,8 +113,8 @@ class RunCheckpoint(WeightsAlone):
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:
-        """Compares stored names and shapes with the model's, and returns the specs after merging
-        adapters. Raises as `specs`.
+        """Shape and dtype of each parameter, adapters merged. Raises KeyError where the
+        stored names are not those of the model, ValueError where the shapes are not.
         """
         stored = {
             name.removeprefix(self._kind): spec

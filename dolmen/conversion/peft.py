@@ -50,7 +50,9 @@ KINDS = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
 class Readable(Protocol):
     """A stored tensor that can be read."""
 
-    def read(self) -> Tensor: ...
+    def read(self) -> Tensor:
+        """Return the tensor, read from storage."""
+        ...
 
 
 @dataclass(frozen=True)

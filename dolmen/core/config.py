@@ -376,7 +376,9 @@ def plain_type(hint: Any) -> Any:
 
 
 def is_optional(hint: Any) -> bool:
-    """Return True if None is a value of the type."""
+    """Return True if the type is a union with None, such as `int | None`, in Annotated or not.
+    False for None alone and for Any.
+    """
     if get_origin(hint) is typing.Annotated:
         return is_optional(get_args(hint)[0])
     return type(None) in get_args(hint)

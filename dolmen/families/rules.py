@@ -183,7 +183,7 @@ class Paired:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Name of our module."""
+        """Name of our module, as a tuple of one."""
         return (self.ours,)
 
     def shape(self, parts: list[Shape]) -> Shape:

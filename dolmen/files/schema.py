@@ -83,7 +83,10 @@ def validator(schema: Any) -> SchemaValidator:
 
 
 def _restrict(node: Any) -> Any:
-    """Return a part of a pydantic schema with the rules that all files share."""
+    """Return a copy of a part of a pydantic-core schema with the rules that all files share,
+    recursively: no conversion of types, int64, finite floats, a bound on the length of text, the
+    first error only. Other values are returned as they are.
+    """
     if isinstance(node, list):
         return [_restrict(part) for part in node]
     if not isinstance(node, dict):

@@ -120,8 +120,9 @@ class Watch:
         return self.folder / f"rank-{self.rank if rank is None else rank}.{kind}"
 
     def _run(self) -> None:
-        """Body of the watching thread: write a heartbeat each quarter of `seconds` (at most 30 s),
-        until stopped, or until nothing has moved for the limit: then `_report_hang`.
+        """Body of the watching thread: write a heartbeat each quarter of `seconds` (at most 30 s)
+        until stopped. Ends with `_report_hang` if there was no progress (`beat`) for `seconds`
+        (PATIENT times as long in a patient phase), or if the whole process was suspended.
         """
         assert self.seconds is not None  # `watching` starts no thread without
         period, last = min(self.seconds / 4, 30), time.monotonic()

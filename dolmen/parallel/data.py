@@ -287,8 +287,9 @@ class Reduction:
         """
 
     def accumulate_weight_gradients(self, last: bool) -> None:
-        """Accumulate weight gradients computed outside a backward (split backward) in fp32, by
-        calling FSDP's final hook by hand; with `last`, reduce all of them.
+        """Take over the weight gradients that a split backward computed after FSDP's hooks had run:
+        FSDP's end-of-backward callback, run by hand, adds them to its unsharded fp32 gradients.
+        With `last`, also reduce all gradients over fsdp. Does nothing without FSDP.
         """
         if self.root is None:
             return

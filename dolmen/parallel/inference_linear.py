@@ -268,7 +268,9 @@ class Pair(NamedTuple):
     """DoRA's factor of the outputs."""
 
     def cut(self, mine: Callable[[Tensor], Tensor]) -> "Pair":
-        """Return the pair restricted to the output rows that `mine` selects."""
+        """Return the pair for the output rows that `mine` selects: applied to B and to DoRA's gain;
+        A is kept whole.
+        """
         return Pair(self.down, mine(self.up), None if self.gain is None else mine(self.gain))
 
 

@@ -87,8 +87,9 @@ class ModelRanks:
         return [layer for stage in stages_of(choice, rank) for layer in stages[stage]]
 
     def telling(self, choice: LayoutChoice) -> list[int]:
-        """Return the pipeline ranks that can be the fullest: of those with equal layers the first
-        and the last.
+        """Return the pipeline ranks that can use the most memory, sorted: the first and the last
+        rank of the pipeline (embedding, head), and the first and the last of those between them
+        that have equal layers.
         """
         key = (choice.pp, choice.schedule, choice.virtual_stages)
         if key not in self._telling:

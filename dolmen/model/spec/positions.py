@@ -262,9 +262,10 @@ class PositionSpan(NamedTuple):
 
 
 def prefix_span(length: int, streams: int) -> PositionSpan:
-    """Return the positions of a sequence of `length` tokens that is all prefix (a prompt without
-    special tokens): tokens generated after it are causal. With two streams the first stays at the
-    prefix's last index for them, and the second counts 1, 2, ...
+    """Return the positions of a prompt of `length` tokens without special tokens: all of it is a
+    bidirectional prefix, and tokens generated after it are causal. A single position stream
+    is the token index. Of two streams (GLM), for generated tokens the first stays at the prompt's
+    last index, and the second counts 1, 2, ...
     """
     return (
         PositionSpan(length)

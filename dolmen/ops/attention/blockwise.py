@@ -110,8 +110,8 @@ def _split_heads(x: Tensor, sinks: Tensor) -> Tensor:
 # concatenations fused into slow kernels (59 ms backward, not 37).
 @cache
 def _compile(passes: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a pass of blocks.py compiled, once per function; on first use, as inductor takes a
-    second to import, which runs without it do not owe.
+    """Return torch.compile of a function of blocks.py, the same object for the same function. Call
+    it where the function runs, not at import: the call imports inductor, which takes a second.
     """
     return torch.compile(passes, dynamic=True)
 

@@ -220,6 +220,9 @@ def opaque_backward(
 
 @opaque_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Fake kernel of `opaque_forward` for torch.compile: return empty out and log_sum (fp32) of the
+    right shapes, and the random state without dropout.
+    """
     queries = FlashCall(*call).queries
     # log_sum's layout: [heads, tokens] of segments, else [batch, heads, queries]
     shape = (q.shape[1], q.shape[0]) if queries is not None else (len(q), q.shape[2], q.shape[1])
@@ -228,6 +231,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tens
 
 @opaque_backward.register_fake
 def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Fake kernel of `opaque_backward` for torch.compile: return empty dq, dk and dv."""
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
