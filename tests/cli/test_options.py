@@ -162,13 +162,14 @@ AFTER = f"""
     optimizer.decay-fraction optimizer.weight-decay optimizer.beta1 optimizer.beta2 optimizer.eps
     optimizer.clip optimizer.from-init optimizer.no-from-init optimizer.muon.momentum
     optimizer.muon.dtype train.steps train.tokens train.epochs train.seed train.dtype
-    train.precision train.sequence-length train.global-batch-size train.microbatch-size
+    train.precision train.numerics train.sequence-length train.global-batch-size
+    train.microbatch-size
     train.device train.dropout train.compile train.no-compile train.deterministic
     train.no-deterministic train.spike train.spike-factor train.max-skipped-steps train.hang-seconds
     train.fp8.format train.fp8.unrounded train.fp8.first-layers train.fp8.last-layers
     train.fp8.amax-history train.fp8.amax-compute train.fp8.margin train.fp8.scale-interval
-    train.router.balance train.router.aux-loss-coef train.router.z-loss-coef train.router.bias-rate
-    train.new-rows.share train.new-rows.first
+    train.exact.tp train.router.balance train.router.aux-loss-coef train.router.z-loss-coef
+    train.router.bias-rate train.new-rows.share train.new-rows.first
     checkpoint.every checkpoint.keep
     log.verbose log.no-verbose log.every log.validate-every log.profile log.to
     log.validate-sources log.no-validate-sources
@@ -501,7 +502,7 @@ def test_every_option_is_explained():
     for entry in re.split(r"\n  (?=--[a-z])", shown)[1:]:
         text = " ".join(entry.split("\n\n")[0].split("\n", 1)[1].split())
         assert len(re.sub(r"\(default: .*?\)", "", text).split()) > 1, entry
-    assert "(default: 0.003)" in shown and "bpe:4096" in shown  # the recipe's own defaults
+    assert "(default: 0.008)" in shown and "bpe:4096" in shown  # the recipe's own defaults
     nothing_named = dolmen("train", "--help").out
     assert "RECIPE: a built-in recipe (dolmen recipes) or a YAML file" in nothing_named
     assert not re.search(r"\bpretrain\b", nothing_named)

@@ -39,6 +39,8 @@ ELSEWHERE = {
     "hub.observe_attention": "tests/comparison/test_diff.py::test_both_sides_are_seen_inside",
     "sharding.run_final_callback": "tests/golden/test_golden.py::"
     "test_layout_never_changes_the_answer",  # its rows of zero-bubble
+    "sharding.gathered_copy": "tests/golden/test_exact.py::"
+    "test_every_layout_has_the_bits_of_one_process",
     "sharding.gather_as": "tests/golden/test_eight_bits.py::"
     "test_payloads_that_are_gathered_change_no_bit",
 }

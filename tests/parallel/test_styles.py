@@ -150,7 +150,7 @@ def test_sizes_kinds_and_shared_weights_are_refused():
     four = mock.Mock(size=4, rank=0)
     with pytest.raises(ValueError, match="net1 has 30 columns, not divisible by tp .4."):
         styles._check("net1", nn.Linear(10, 30), "columns", four)
-    with pytest.raises(ValueError, match="n is a LayerNorm, and rows is of Linear"):
+    with pytest.raises(ValueError, match="n is a LayerNorm, but rows is for Linear"):
         styles._check("n", nn.LayerNorm(3), "rows", four)
     with pytest.raises(ValueError, match="max_norm"):
         styles._check("t", nn.Embedding(8, 4, max_norm=1.0), "vocabulary", four)
