@@ -41,7 +41,7 @@ class Shape:
     def spec(self) -> ModelSpec:
         return self.model.spec
 
-    def of_layers(self, number: int) -> "Shape":
+    def with_num_layers(self, number: int) -> "Shape":
         """The same with so many layers."""
         return replace(self, model=with_layers(self.model, number))
 
@@ -75,7 +75,7 @@ def fitting(context: Context, recipe: str) -> Shape:
     memory = H100
     if context.cuda and torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory
-    return shape.of_layers(layers_that_fit(shape.model, shape.length, memory))
+    return shape.with_num_layers(layers_that_fit(shape.model, shape.length, memory))
 
 
 def layers_that_fit(model: Model, length: int, memory: int) -> int:

@@ -187,7 +187,7 @@ def test_the_recipes_fit_a_terminal_of_80_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     lines = dolmen("recipes").out.splitlines()
     assert all(line.strip() and len(line) <= 80 for line in lines)
-    assert "some 5 minutes on 2 cores" in " ".join(" ".join(lines).split())
+    assert "some 3 minutes on 2 cores" in " ".join(" ".join(lines).split())
 
 
 def test_rows_and_fields_that_nobody_uses_are_told(material, tmp_path):

@@ -39,7 +39,7 @@ class Kind:
 
 def kinds(context: Context) -> dict[str, Kind]:
     def of(recipe: str, **changes) -> Shape:
-        return shapes.of(context, recipe, **changes).of_layers(LAYERS if context.full else 2)
+        return shapes.of(context, recipe, **changes).with_num_layers(LAYERS if context.full else 2)
 
     n = 4096 if context.full else 32
     dense = of("llama-1b")

@@ -43,8 +43,10 @@ def memory(context: Context, shape: Shape, layout: Layout, compile: bool, record
     device = torch.device(context.place)
     counts = (4, 2)
     with house.alone(device) as mesh:
-        found = [_step(mesh, shape.of_layers(n), layout, compile) for n in counts]
-    own = (parameters(shape.of_layers(4).spec) - parameters(shape.of_layers(2).spec)) // 2
+        found = [_step(mesh, shape.with_num_layers(n), layout, compile) for n in counts]
+    own = (
+        parameters(shape.with_num_layers(4).spec) - parameters(shape.with_num_layers(2).spec)
+    ) // 2
     kept = activation_bytes_per_layer(shape.spec, 1, shape.length, recompute=layout.recompute)
     record.tell(
         parameters_per_layer=own,

@@ -14,6 +14,7 @@ from benchmarks.gpu import clock, compare, house, reference
 from benchmarks.gpu.case import Case, Context, Record
 from dolmen.core.mesh import Axis
 from dolmen.model.spec.param import ParamSpecs, ShardSpec, column_parallel
+from dolmen.model.split import single_process
 from dolmen.ops import elementwise, norm, rope
 from dolmen.ops.attention import Attend, decode
 from dolmen.ops.attention.reference import KNOWN, ROADS, definition, errors
@@ -195,7 +196,9 @@ def masks(context: Context, record: Record) -> None:
 
 
 class Linear(nn.Linear):
-    """A matrix and a vector, of which the optimizer is told as of a model's."""
+    """A matrix and a vector with what the optimizer reads of a model."""
+
+    split = single_process(1)
 
     def __init__(self):
         super().__init__(300, 200)

@@ -55,7 +55,7 @@ def cases(context: Context) -> Iterator[Case]:
     yield _alone(context, named, large, "plain torch", 1, 25)
     yield _alone(context, named, large, "transformers, FSDP2", 1, 30)
     half = max(1, large.spec.layers // 2)
-    fewer = large.of_layers(half)
+    fewer = large.with_num_layers(half)
     yield _alone(context, f"{LARGE}, {half} layers", fewer, "dolmen", 1, 15)
     yield _alone(context, SMALL, small, "plain torch", small.sequences[-1], 20)
     yield Case(f"{SMALL}, dolmen, not compiled", 12, given(uncompiled, small), fresh=True)
