@@ -4,10 +4,13 @@ run, and parts of them by themselves, and compares bits.
 Every run computes parts of the same products, cut between the same leaves (ops/exact.py). If each
 part that a run computes has the bits of its leaves computed alone, all runs have the same. Whether
 it has them is decided by the library, its version, the CPU and the number of threads, from shapes
-alone; so random numbers tell it. It takes about as long as the products of one layer.
+alone; so random numbers tell it. Parts are computed on one thread: the number of threads follows
+from the layout (launch/process.py), and with each number a product may agree with its own parts. It
+takes about as long as the products of one layer, once more on one thread.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -96,21 +99,40 @@ def _column_shapes(
 
 
 def find_broken_product(shapes: Iterable[ProductShape]) -> str | None:
-    """Compute each product, and its first and last leaf by itself; return in words the first whose
-    bits differ, or None.
+    """Compute each product, the same on one thread, and there its first and last leaf by itself;
+    return in words the first whose bits differ, or None.
     """
     for shape in shapes:
         a = _random_matrix(shape.m, shape.k, "a" in shape.transposed)
         b = _random_matrix(shape.k, shape.n, "b" in shape.transposed)
         whole = invariant.product(a, b)
+        if not _equals_one_thread(a, b, whole):
+            return f"the product of {shape.m} x {shape.k} and {shape.k} x {shape.n} than one thread"
         for m, n in ((0, 0), (shape.m - shape.leaf_m, shape.n - shape.leaf_n)):
             rows, columns = slice(m, m + shape.leaf_m), slice(n, n + shape.leaf_n)
-            if not torch.equal(invariant.product(a[rows], b[:, columns]), whole[rows, columns]):
+            if not _equals_one_thread(a[rows], b[:, columns], whole[rows, columns]):
                 return (
                     f"the product of {shape.m} x {shape.k} and {shape.k} x {shape.n} than in its "
                     f"part of {shape.leaf_m} x {shape.leaf_n}"
                 )
     return None
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread within this context."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _equals_one_thread(a: Tensor, b: Tensor, want: Tensor) -> bool:
+    """Return True if the product a @ b on one thread has the bits of `want`."""
+    with _one_thread():
+        return torch.equal(invariant.product(a, b), want)
 
 
 def _random_matrix(rows: int, columns: int, transposed: bool) -> Tensor:
@@ -125,7 +147,8 @@ def find_broken_attention(
     spec: ModelSpec, exact: Exact, microbatch_size: int, tp: int
 ) -> str | None:
     """Compute attention, with its gradients, of a microbatch and a rank's heads, and of the last
-    sequence and key-value head by themselves; return in words the first that differs, or None.
+    sequence and key-value head by themselves on one thread; return in words the first that
+    differs, or None.
     """
     for mixer in dict.fromkeys(block.mixer for block in spec.blocks):
         assert isinstance(mixer, AttentionSpec), "checks/exact.py has refused it"
@@ -138,7 +161,8 @@ def find_broken_attention(
         )
         whole = _attention(q, k, v, g)
         cut = (t[-1:, :, -n:] for t, n in zip((q, k, v, g), (group, 1, 1, group), strict=True))
-        part = _attention(*cut)
+        with _one_thread():
+            part = _attention(*cut)
         for own, of_all in zip(part, whole, strict=True):
             if not torch.equal(own, of_all[-1:, :, -own.shape[2] :]):
                 return f"attention over {exact.tokens} tokens of {heads} heads than of {group}"

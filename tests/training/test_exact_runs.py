@@ -160,6 +160,25 @@ def test_the_self_test_sees_what_is_not_padded(monkeypatch):
     assert self_test.find_broken_product(small) is not None
 
 
+def test_the_self_test_compares_with_one_thread(monkeypatch):
+    """Threads follow from the layout, and with each number a product may agree with its parts: with
+    4 threads that of 711 x 24 and 24 x 68 does, and differs from one thread (MKL).
+    """
+    right, threads = invariant.product, torch.get_num_threads()
+
+    def product(a, b):
+        return right(a, b) * (1 + 2**-23 * (torch.get_num_threads() > 1))
+
+    monkeypatch.setattr(invariant, "product", product)
+    torch.set_num_threads(2)
+    try:
+        found = self_test.find_broken_product([shape()])
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+    assert found == "the product of 64 x 48 and 48 x 40 than one thread"
+
+
 def test_the_self_test_has_every_product(material):
     """Of q and o, of k and v, of gate and up and down, of the head, three each."""
     spec = config(material).spec
