@@ -9,7 +9,8 @@ Weights are prepacked once, when an engine starts:
                           of y depend neither on the other rows nor on how many there are.
     SplitIntegerLinear    the same of a W whose inputs tp cuts (row-parallel): scales are of whole
                           rows, and integers cross tp, so the bits do not depend on tp either.
-    Int8Rows              W as above, x in bf16: where a CPU or torch has no exact u8 x s8 product.
+    Int8Rows              W as above, x in bf16: where a CPU or torch has no exact u8 x s8 product,
+                          or sums may leave int32.
 
 All hold the weight with its adapter merged in. Weights that share an input, such as q, k and v, are
 packed as one matrix (`prepack_together`), which is read once and called once.
@@ -51,6 +52,7 @@ Weights = Literal["stated", "int8"]
 
 ROWS = 64  # what a weight is laid out for; as fast with 4 rows and with 256
 EXACT = (1 << 24) // int8.LARGEST**2  # inputs: 1,040; fp32 holds every sum of as many, exactly
+MOST = (1 << 31) // int8.LARGEST**2  # inputs: 133,144; sums of more may leave int32
 PIECE = 32  # inputs; of rows of 72 or 200 the int8 product of torch 2.13 was wrong, or crashed
 WORTH = 1 << 14  # elements; of fewer what a product costs is its call
 
@@ -117,7 +119,7 @@ class SplitIntegerLinear:
         """Quantise by the scales of whole rows. Collective over `axis`, which cuts the inputs."""
         wide = torch.promote_types(weight.dtype, torch.float32)
         amax = weight.detach().abs().amax(-1).to(wide)
-        payload, self.scale = int8.quantise(weight, reduce_scalar(amax, axis, "max"))
+        payload, self.scale = int8.quantise(weight, _max_over(amax, axis))
         # contiguous, as the operators ignore strides
         parts = [part.contiguous() for part in payload.split(EXACT, 1)]
         self.blocks = [compute.prepack_integers(part) for part in parts]
@@ -128,8 +130,10 @@ class SplitIntegerLinear:
         self.zeros = torch.zeros(len(weight), dtype=torch.int32)
 
     def token_scales(self, x: Float[Tensor, "tokens in"]) -> Float[Tensor, "tokens 1"]:
-        """Return the scales of whole tokens, of which x has this rank's part. Collective."""
-        return reduce_scalar(int8.token_scales(x), self.axis, "max")
+        """Return the scales of whole tokens, of which x has this rank's part: infinite where a rank
+        has NaN. Collective.
+        """
+        return _max_over(int8.token_scales(x), self.axis)
 
     def sums(
         self, x: Float[Tensor, "tokens in"], scale: Float[Tensor, "tokens 1"]
@@ -161,6 +165,13 @@ class SplitIntegerLinear:
         return _add_bias(y, bias, x.dtype)
 
 
+def _max_over(x: Tensor, axis: Axis) -> Tensor:
+    """Return the maximum of x, at least 0, over the ranks of an axis; infinite where one has NaN,
+    which gloo's maximum loses unless the first rank has it.
+    """
+    return reduce_scalar(x.nan_to_num(nan=torch.inf, posinf=torch.inf), axis, "max")
+
+
 class Int8Rows:
     """Product with a weight rounded to int8, one fp32 scale per output; x is rounded to bf16."""
 
@@ -189,7 +200,7 @@ def prepack(weight: Tensor, kind: Weights, inputs: Axis = SINGLE.tp) -> LaidOut 
     if weight.ndim != 2:
         return None
     if kind == "int8":
-        if not multiplies_integers():
+        if not multiplies_integers() or weight.shape[1] * inputs.size > MOST:
             return Int8Rows(weight)
         return IntegerLinear(weight) if inputs.size == 1 else SplitIntegerLinear(weight, inputs)
     large = weight.numel() >= WORTH and min(weight.shape) >= ROWS

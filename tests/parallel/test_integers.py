@@ -148,6 +148,39 @@ def test_sums_are_as_large_as_fp32_cannot_hold():
     assert inference_linear.EXACT * 127**2 < LARGEST_SUM <= (inference_linear.EXACT + 1) * 127**2
 
 
+def test_sums_that_may_leave_int32_are_not_of_integers():
+    """133,144 products of the largest payloads fit in int32; the sum of one more is negative."""
+    most = inference_linear.MOST
+    assert most * 127**2 < 1 << 31 <= (most + 1) * 127**2
+    weight = torch.ones(1, most + 1)
+    fits, beyond = prepack(weight[:, :most], "int8"), prepack(weight, "int8")
+    assert isinstance(fits, IntegerLinear) and isinstance(beyond, Int8Rows)
+    assert fits(weight[:, :most], None).item() == pytest.approx(most, rel=1e-6)
+
+
+def spoil(where: int) -> list[bool]:
+    """Whether a token, and an output, are not finite whose activation or weight on rank `where` is
+    NaN.
+    """
+    axis, found = build_mesh(1, 2, torch.device("cpu")).tp, []
+    own = slice(axis.rank * 36, (axis.rank + 1) * 36)
+    for spoiled in (0, 1):
+        x, weight, _ = factors(72)
+        (x, weight)[spoiled][4, 36 * where] = torch.nan
+        linear = one_linear(weight[:, own], None, axis)
+        y = tensor.rows([x[:, own]], [linear], TensorParallel(axis))
+        found.append(not (y[4] if spoiled == 0 else y[:, 4]).isfinite().any())
+    return found
+
+
+SPOILED = [Row(f"NaN on rank {where}", 2, partial(spoil, where)) for where in (0, 1)]
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in SPOILED])
+def test_nan_of_one_rank_is_hidden_by_no_other(row, result):
+    assert result(row) == [True, True]
+
+
 @pytest.fixture
 def checked_again():
     """The check of this CPU is made in the test, and again behind it."""
