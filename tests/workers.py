@@ -8,6 +8,7 @@ from xdist.scheduler import LoadFileScheduling
 GOLDEN = "tests/golden/"
 ROWS = (
     "tests/parallel/test_assembly.py",
+    "tests/parallel/test_integers.py",
     "tests/parallel/test_styles.py",
     "tests/rl/test_generation_model.py",
     "tests/rl/test_iteration_over_layouts.py",

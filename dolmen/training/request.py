@@ -84,7 +84,7 @@ def read_run(file: Path) -> RunConfig:
 
 NOT_ACTING = (
     *("adapter", "objective", "reward", "rollout", "ppo", "critic", "evaluate", "finish"),
-    *("train.fp8", "train.router", "train.new_rows", "optimizer.muon"),
+    *("train.exact", "train.fp8", "train.router", "train.new_rows", "optimizer.muon"),
 )
 """Sections that do nothing where all of them is as by default."""
 

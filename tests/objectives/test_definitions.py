@@ -343,9 +343,9 @@ def test_targets_are_asked_for():
 def test_an_objective_is_for_a_head():
     """Of logits, or of numbers."""
     check(PairwiseRewardLoss(), replace(SMALL.spec, head=ScalarHeadSpec()))
-    with pytest.raises(ValueError, match="PairwiseRewardLoss.*ends in Scalar.*ends in LMHead"):
+    with pytest.raises(ValueError, match="PairwiseRewardLoss.* needs .* Scalar.* has LMHead"):
         training(PairwiseRewardLoss())
-    with pytest.raises(ValueError, match="DPO.*ends in LMHead.*ends in Scalar"):
+    with pytest.raises(ValueError, match="DPO.* needs .* LMHead.* has Scalar"):
         check(DPO(), replace(SMALL.spec, head=ScalarHeadSpec()))
 
 
@@ -355,11 +355,11 @@ def test_what_is_asked_is_what_a_model_has():
     policy, rewards = (
         Decoder(replace(SMALL.spec, head=head)) for head in (SMALL.spec.head, ScalarHeadSpec())
     )
-    with pytest.raises(ValueError, match="a value is for .* Scalar.*ends in LMHead"):
+    with pytest.raises(ValueError, match="a value needs .* Scalar.* has LMHead"):
         forward.values(policy, batch(), SINGLE, schedule)
-    with pytest.raises(ValueError, match="a log-probability is for .* LMHead.*ends in Scalar"):
+    with pytest.raises(ValueError, match="a log-probability needs .* LMHead.* has Scalar"):
         forward.log_probabilities(rewards, batch(), SINGLE, schedule)
-    with pytest.raises(ValueError, match="CrossEntropy.* is for .* LMHead.*ends in Scalar"):
+    with pytest.raises(ValueError, match="CrossEntropy.* needs .* LMHead.* has Scalar"):
         mean_loss(rewards, [batch()], SINGLE)
 
 

@@ -275,5 +275,5 @@ def test_a_batch_without_numbers_is_refused():
     made = drawn().batch(slice(0, 4))
     for objective, name in ((POLICY, ADVANTAGE), (PPOValueLoss(), RETURN)):
         numbers = {other: each for other, each in made.numbers.items() if other != name}
-        with pytest.raises(ValueError, match=f"lacks {name}"):
+        with pytest.raises(ValueError, match=f"batch lacks: {name}"):
             objective.count(replace(made, numbers=numbers))
