@@ -9,6 +9,7 @@ from the layout (launch/process.py), and with each number a product may agree wi
 takes about as long as the products of one layer, once more on one thread.
 """
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -41,7 +42,8 @@ class ProductShape(NamedTuple):
 
 def check_machine(spec: ModelSpec, exact: Exact, microbatch_size: int, mesh: Mesh) -> None:
     """Raise ValueError, on every rank, where one finds a product or an attention whose bits depend
-    on the layout, or computes on no CPU. Collective.
+    on the layout, computes on no CPU, or on a CPU that gives other bits than that of the first
+    rank. Collective.
     """
     shapes = product_shapes(spec, exact, microbatch_size, mesh.tp.size)
     if mesh.device.type == "cpu":
@@ -59,6 +61,31 @@ def check_machine(spec: ModelSpec, exact: Exact, microbatch_size: int, mesh: Mes
                 f"train.numerics exact: rank {rank} has other bits in {broken}: set "
                 "--train.device cpu and OMP_NUM_THREADS=1, or --train.numerics fast"
             )
+    if mesh.size > 1:
+        consensus.require_same(
+            {
+                "CPU capability": torch.backends.cpu.get_cpu_capability(),
+                "digest of products and functions": digest_operators(),
+            },
+            "compute the same bits (train.numerics exact)",
+            "use hosts with CPUs of one kind, or set --train.numerics fast",
+        )
+
+
+def digest_operators() -> str:
+    """Return a digest of the bits that this CPU and its libraries give to a product and to
+    elementwise functions, on one thread.
+    """
+    x = _random_matrix(64, 200, False)
+    positive = x.abs() + 0.1
+    functions = (torch.exp, torch.log, torch.rsqrt, torch.tanh, torch.erf, torch.cos, torch.sin)
+    with _one_thread():
+        results = [invariant.product(x, _random_matrix(200, 48, True)), positive.sum(-1)]
+        results += [function(positive) for function in functions]
+    digest = hashlib.blake2b(digest_size=8)
+    for result in results:
+        digest.update(result.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def product_shapes(

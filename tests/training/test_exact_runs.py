@@ -179,6 +179,21 @@ def test_the_self_test_compares_with_one_thread(monkeypatch):
     assert found == "the product of 64 x 48 and 48 x 40 than one thread"
 
 
+def refuse_other_bits(spec) -> None:
+    """The second rank's products agree with their parts, and differ from the first's."""
+    mesh, right = Layout(tp=2, dp=1).mesh(torch.device("cpu")), invariant.product
+    self_test.check_machine(spec, Exact(2, 10), 4, mesh)
+    if mesh.rank == 1:
+        invariant.product = lambda a, b: right(a, b) * (1 + 2**-23)
+    refusal = r"do not compute the same bits(.|\n)*rank 1 on (.|\n)*digest of products"
+    with pytest.raises(ValueError, match=refusal):
+        self_test.check_machine(spec, Exact(2, 10), 4, mesh)
+
+
+def test_the_self_test_compares_the_ranks(material, spawn):
+    spawn(2)(refuse_other_bits, config(material).spec)
+
+
 def test_the_self_test_has_every_product(material):
     """Of q and o, of k and v, of gate and up and down, of the head, three each."""
     spec = config(material).spec
