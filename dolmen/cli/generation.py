@@ -161,9 +161,9 @@ class CompletionPrinter:
         self.texts, self.prompts, self.visible = texts, prompts, visible
 
     def add(self, index: int, token: int) -> bool:
-        """Add a token of completion `index` and return whether that has reached a stop string.
-
-        The prompt is printed with its first token, so nothing is printed when the request fails.
+        """Add a token of completion `index` and return whether that has reached a stop string. Only
+        the first completion is printed as it grows. The prompt is printed with its first token, so
+        nothing is printed when the request fails.
         """
         text = self.texts[index]
         new = text.add(token)

@@ -317,8 +317,9 @@ def _find_rotation(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -> I
 
 
 def _find_offset(a: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Iterator[Fault]:
-    """Yield causes where A is B plus a constant: the same vector for each token (a bias), one per
-    position, or a scalar.
+    """Yield causes where A is B plus a constant. For a 2-D tensor of the forward stage: the same
+    vector for each token (a bias), or the same vectors by position in every sequence. For any other
+    tensor: a scalar.
     """
     deviation = x - y
     if x.ndim == 2 and row.stage == "forward":

@@ -221,8 +221,8 @@ def _check_one_dtype(source: ModelSource) -> None:
 def _make_hf_writer(
     source: ModelSource, dtype: torch.dtype, state: Moments | None, config: ConvertConfig
 ) -> ModelWriter:
-    """Return the writer of a transformers directory. Raises ValueError where config.json cannot
-    express the model.
+    """Return the writer of a transformers directory, which has weights alone: `state` and `config`
+    are not used. Raises ValueError where config.json cannot express the model.
     """
     hf_export.check_expressible(source.model, source.spec)
     return hf_export.TransformersWriter(source, dtype)

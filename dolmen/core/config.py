@@ -274,8 +274,8 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def to_dict(config: Any) -> dict[str, Any]:
-    """Return a configuration as nested dicts of plain values, tuples as lists: what YAML and JSON
-    can hold.
+    """Return a configuration as nested dicts, as YAML and JSON hold it: tuples become lists, a
+    CustomValue its `plain()`; other values stay as they are.
     """
     return _plain_value(config)
 

@@ -225,8 +225,8 @@ def join_world(
 
 
 def _prepare(device: torch.device) -> None:
-    """Make `device` the current GPU, and have products of half precision summed in fp32. By default
-    cuBLAS may add the parts of a long sum in half precision, as wrong as 2^-9 each.
+    """Make `device`, a GPU, the current one, and have products of half precision summed in fp32. By
+    default cuBLAS may add the parts of a long sum in half precision, as wrong as 2^-9 each.
     """
     torch.cuda.set_device(device)
     products = torch.backends.cuda.matmul

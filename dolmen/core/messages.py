@@ -149,7 +149,9 @@ def choices(value: str, known: Iterable[object]) -> str:
 def did_you_mean(
     name: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6, most: int = 3
 ) -> str:
-    """'did you mean a or b?' with the known names closest to `name`, or `otherwise`."""
+    """Return 'did you mean a or b?' with up to `most` of the known names closest to `name` (of a
+    similarity of `cutoff` or more), or `otherwise` where none is.
+    """
     near = get_close_matches(name, [*known], n=most, cutoff=cutoff)
     return f"did you mean {' or '.join(near)}?" if near else otherwise
 

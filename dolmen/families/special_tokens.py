@@ -52,8 +52,8 @@ SPECIAL_TOKENS = mapping(
 
 
 def special_ids(config: Mapping[str, Any], **fields: str) -> dict[str, int | None]:
-    """Return key -> token id (None: unknown) for every key of NAMES: from the field special_tokens,
-    or else from the family's own fields, `fields` being key -> name of the field.
+    """Return key -> token id (None: unknown) for every key of NAMES. A key that the field
+    special_tokens lacks is read from the family's own field, `fields` being key -> name of it.
     """
     own = config[SPECIAL_TOKENS.name] or {}
     ids = {name: own.get(name) for name in NAMES}

@@ -189,7 +189,7 @@ def load(model: nn.Module, stream: Callable[[Callable[[str, Tensor], None]], Non
     """Fill the model from `stream`, which calls write(name, full tensor) once per parameter. An
     int8 weight may be given in floating point, and is then quantised with its scale, or as int8
     values and scale. DoRA magnitudes are set to the row norms of each floating-point weight, unless
-    they are written later themselves.
+    they are written later themselves. A parameter that is never written keeps its old values.
     """
     with torch.no_grad():
         stream(lambda name, value: _write(model, name, value))

@@ -92,7 +92,7 @@ def _prepack(linears: Sequence[Linear], weights: Weights, inputs: Axis) -> list[
 
 
 def _can_prepack(one: Linear) -> bool:
-    """Return True if the weight is one matrix in floating point, without DoRA."""
+    """Return True unless the weight is stacked experts or 8-bit, or has DoRA."""
     gained = one.adapter is not None and one.adapter.magnitude is not None
     return one.weight.ndim == 2 and one.scale is None and not gained
 
@@ -201,7 +201,10 @@ class ParameterModule(nn.Module):
                 module.replace_weight(weights, one)
 
     def replace_weight(self, weights: Weights, one: Linear) -> None:
-        """Let `one`, the linear with a packed weight, take the place of the weight permanently."""
+        """Compute with `one`, a linear whose weight is packed as `weights`, from now on. Frees the
+        weight permanently: an empty meta parameter of its name and shape stays, and the model
+        cannot be trained any more.
+        """
         # keeps name and shape, for checks and for counting
         gone = torch.empty_like(local_view(self.weight), device="meta")
         self.weight = nn.Parameter(state.tensor_like(self.weight, gone), self.weight.requires_grad)

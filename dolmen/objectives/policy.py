@@ -163,8 +163,10 @@ def _ratios(
     kind: Kind,
     level: Level,
 ) -> Float[Tensor, "rows tokens"]:
-    """Return the probability ratio new / old of each token: its own, or that of its row by `level`
-    and `kind` (see `grpo_loss`). Raises ValueError for an unknown level.
+    """Return the probability ratio new / old of each token. Level "token": its own; but for kind
+    "gspo" the value is its row's ratio, and the gradient that of its own log-probability. Level
+    "sequence": its row's, the geometric mean over valid tokens. Raises ValueError for an unknown
+    level.
     """
     if level not in Level.__args__:
         raise ValueError(f"level is {level!r}: it must be one of {Level.__args__}")

@@ -334,8 +334,8 @@ class MultiLora(NamedTuple):
     def add_to(
         self, y: Float[Tensor, "tokens out"], x: Float[Tensor, "tokens in"]
     ) -> Float[Tensor, "tokens out"]:
-        """Add each token's adapter product to y = x W^T, in y's memory, and apply DoRA's gain; y
-        must not include the bias. Returns y.
+        """Return y = x W^T plus each token's adapter product, times DoRA's gain. y must not include
+        the bias, and may be overwritten: use the result.
         """
         for name, own in self.turn.segments:
             pair = self.pairs.get(name)

@@ -337,8 +337,9 @@ class RunConfig:
     @property
     def microbatch_size(self) -> int:
         """Sequences a process computes at once: as given, else the largest divisor of its batch
-        within 4,096 tokens; in a pipeline one that leaves 4 microbatches per stage or more, and a
-        multiple of pp, where there is one. Of pairs an even one.
+        within 4,096 tokens per process (4,096 x cp of a sequence that cp splits); in a pipeline one
+        that leaves 4 microbatches per stage or more, and a multiple of pp, where there is one. Of
+        pairs and completions an even one.
         """
         if self.train.microbatch_size:
             return self.train.microbatch_size

@@ -134,8 +134,9 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
 
 
 def _next(run: RunConfig, out: Path) -> str:
-    """Return the shell command that most users need next: export, GRPO with a reward model, chat,
-    verify (encoders, which cannot generate) or generate.
+    """Return the shell command that most users need next: export if the run has no hf folder; else
+    GRPO after a reward model, chat after training on chats, verify for encoders (which cannot
+    generate), or generate.
     """
     if not (out / "hf").exists():
         return f"dolmen export {shlex.quote(str(out))} --to model/"

@@ -470,8 +470,8 @@ def not_installed(names: Iterable[str]) -> list[str]:
     return [name for name in names if find_spec(name) is None]
 
 
-def _tables(rows: Completions) -> Iterator[tuple[int, Any]]:
-    """Yield the completions of each iteration as a table, with the step of its first update."""
+def _tables(rows: Completions) -> Iterator[tuple[int, list[Any]]]:
+    """Yield, per iteration, the step of its first update and its completions as rows of a table."""
     for step, table in groupby(completion_table(rows), key=itemgetter(0)):
         yield step, list(table)
 

@@ -279,8 +279,9 @@ class Name:
 
 
 def canonical(stored: str) -> Name | None:
-    """Parse a stored name of any dialect; layer and expert are counted as in its own file. None for
-    names that hold no parameter, such as `_extra_state`.
+    """Parse a stored name of any dialect; layer and expert are counted as in its own file. A name
+    outside of layers has layer None, an unknown one stays as it is. None for names that hold no
+    parameter, such as `_extra_state`.
     """
     if IGNORED.fullmatch(stored):
         return None

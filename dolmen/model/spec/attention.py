@@ -191,7 +191,9 @@ class LatentAttentionSpec:
 
     @property
     def scale(self) -> float:
-        """Softmax scale: 1 / sqrt(head_size), times YaRN's temperature squared."""
+        """Softmax scale: 1 / sqrt(head_size), with YaRN and a nonzero `mscale_all_dim` times the
+        square of its temperature.
+        """
         scaling, scale = self.positions.scaling, 1 / math.sqrt(self.head_size)
         if not isinstance(scaling, YarnScaling) or not self.mscale_all_dim:
             return scale

@@ -258,7 +258,7 @@ def errors(
 
 
 def _slices(length: int, n: int) -> Iterator[slice]:
-    """Yield consecutive slices of n tokens over `length`."""
+    """Yield consecutive slices of n tokens that cover `length`; the last may end past it."""
     return (slice(i, i + n) for i in range(0, length, n))
 
 
