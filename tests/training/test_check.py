@@ -1,5 +1,6 @@
 """The rules across sections, on the recipes and on what a person may set."""
 
+import json
 import re
 import shutil
 from collections.abc import Sequence
@@ -252,6 +253,23 @@ def test_what_a_run_reads_is_not_overwritten(option, material, tmp_path):
     check_overwrite(other, tmp_path / "other", None, read(other))
     with pytest.raises(ValueError, match=f"--overwrite would delete {out}/hf"):
         check_overwrite(run, out, None, read(run))
+
+
+def test_what_a_model_folder_leads_to_is_not_overwritten(material, tmp_path):
+    """The files to which a folder's links lead, and the base model of adapters."""
+    out = tmp_path / "out"
+    shutil.copytree(material.docs, out / "hf")
+    for name in ("links", "adapters"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "links" / "model.safetensors").symlink_to(next((out / "hf").iterdir()))
+    fields = {"peft_type": "LORA", "r": 8, "lora_alpha": 8}
+    config = json.dumps({**fields, "base_model_name_or_path": str(out / "hf")})
+    (tmp_path / "adapters" / "adapter_config.json").write_text(config)
+    for name in ("links", "adapters"):
+        run = replace(RunConfig(), init=str(tmp_path / name))
+        check_overwrite(run, tmp_path / "other", None, [])
+        with pytest.raises(ValueError, match=f"--overwrite would delete {out}/hf"):
+            check_overwrite(run, out, None, [])
 
 
 def test_half_precision_inside_float64_is_refused(material):

@@ -10,6 +10,7 @@ from dolmen.checkpoint import saved as saved_state
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.reader import Reader
 from dolmen.checkpoint.store import Checkpoints
+from dolmen.conversion import peft
 from dolmen.core.config import changed_options
 from dolmen.core.filesystem import expand
 from dolmen.core.mesh import SINGLE
@@ -41,14 +42,21 @@ def check_overwrite(
 
 
 def _read_by(run: RunConfig, source: str | None, data: Sequence[DataSource]) -> set[Path]:
-    """Return the local files and folders that the run reads, with links resolved."""
+    """Return the local files and folders that the run reads, with links resolved, and those to
+    which the links in a folder lead.
+    """
     models = (run.init, run.critic.init, run.objective.reference)
     rewards = [name for _, name in parse_rewards(run.reward) if is_reward_model(name)]
     tokenizer = (run.data.tokenizer, run.data.template, str(run.data.cache_folder))
     evaluation = (run.evaluate.samples, run.evaluate.tasks_path)
     named_paths = (*models, *rewards, *tokenizer, *evaluation, run.layout.schedule, source)
     files = [file for one in data for file in one.paths]
-    return {expand(name).resolve() for name in (*named_paths, *files) if name is not None}
+    named = [expand(name) for name in (*named_paths, *files) if name is not None]
+    # a model's folder may consist of links, as in the hub's cache, or need a base model elsewhere
+    folders = [path for path in named if path.is_dir()]
+    linked = [file for path in folders for file in path.iterdir() if file.is_symlink()]
+    bases = [expand(peft.base(path)) for path in folders if peft.is_peft(path)]
+    return {path.resolve() for path in (*named, *linked, *bases)}
 
 
 def check_resume(run: RunConfig, out: Path) -> None:
