@@ -3,9 +3,11 @@ states put into checkpoints that are laid by hand, and read back under our names
 """
 
 import io
+import itertools
 import json
 import pickle
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from test_megatron_read import LLAMA, VOCABULARY, built, parts
 
 from dolmen.conversion import convert
 from dolmen.conversion.config import ConvertConfig
+from dolmen.conversion.megatron import scaling
 from dolmen.conversion.source import open_source
 from dolmen.conversion.weights import Scaling
 from dolmen.core.config import from_dict
@@ -156,6 +159,20 @@ def laid(tmp_path_factory):
     fill(folder, how, since_1_12)
     (folder / "config.json").write_text(model.config.to_json_string())
     return folder
+
+
+def test_the_size_of_a_state_may_differ_each_time(laid, tmp_path, monkeypatch):
+    """A pickle of tensors has their addresses in decimal, with more or fewer digits."""
+    encode, sizes = scaling.write_extra_state, itertools.cycle(range(1, 8))
+
+    def longer(products: Iterable[Scaling]) -> bytes:
+        values = pickle.loads(encode(products))
+        values["extra_fp8_variables"]["note"] = "0" * next(sizes)
+        return pickle.dumps(values, protocol=4)
+
+    monkeypatch.setattr(scaling, "write_extra_state", longer)
+    config = ConvertConfig(str(laid), str(tmp_path / "to"), "megatron-core")
+    assert "fp8 scales of" in convert.convert(config)
 
 
 def run_of(folder: Path, *, history=STEPS) -> RunConfig:

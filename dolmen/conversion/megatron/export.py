@@ -251,9 +251,17 @@ class ExportPlan:
             for name, known in scalings.items()
         }
 
-    def values(self, pp: int, ep: int, dtype: torch.dtype, iteration: int) -> dict[str, Any]:
+    def values(
+        self,
+        pp: int,
+        ep: int,
+        dtype: torch.dtype,
+        iteration: int,
+        states: Mapping[str, bytes | None],
+    ) -> dict[str, Any]:
         """Content of a rank's file at (pp, ep): args, iteration and, in place of each tensor, its
-        Spec.
+        Spec. `states`: those of (pp, ep); their sizes hold for these bytes alone, as a pickle of
+        tensors has their addresses in decimal.
         """
         values: dict[str, Any] = {
             "args": argparse.Namespace(**self.args(dtype, iteration)),
@@ -264,7 +272,7 @@ class ExportPlan:
         # states are stored as uint8 tensors
         kept = {
             name: None if content is None else Spec((len(content),), torch.uint8)
-            for name, content in self.states(pp, ep).items()
+            for name, content in states.items()
         }
         tensors: dict[str, Any] = {**self.specs(pp, ep, dtype), **kept}
         for full, spec in tensors.items():
@@ -379,10 +387,11 @@ class MegatronWriter:
                 rank = folder / plan.ranks.sizes.name(tp, pp, ep)
                 rank.mkdir(parents=True)
                 # the pickle with all shapes is written first, numbers are appended
-                values = plan.values(pp, ep, self.dtype, self.iteration or 0)
+                states = plan.states(pp, ep)
+                values = plan.values(pp, ep, self.dtype, self.iteration or 0, states)
                 file = files[tp, ep] = TorchFileWriter(rank / folders.WEIGHTS[0], values)
                 stack.callback(file.archive.close)
-                for name, state in plan.states(pp, ep).items():
+                for name, state in states.items():
                     if state is not None:
                         file.write(name, torch.frombuffer(bytearray(state), dtype=torch.uint8))
             for name, entry in plan.entries.items():
