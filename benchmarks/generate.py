@@ -38,7 +38,7 @@ if not __package__:  # run as a file: Python then looks for `benchmarks` beside 
 from dolmen.conversion.source import open_source
 from dolmen.model.decoder import Decoder
 from dolmen.ops import int8
-from dolmen.parallel.inference_linear import Int8Rows, IntegerLinear, LaidOut, OneDnn
+from dolmen.parallel.inference_linear import Int8Rows, IntegerLinear, OneDnn, PrepackedProduct
 from dolmen.serving.engine import Engine, load_decoder
 from dolmen.serving.request import Request, SamplingParams
 
@@ -261,7 +261,7 @@ def products(rounds: int) -> None:
                 )
 
 
-def dynamic(weight: torch.Tensor) -> LaidOut:
+def dynamic(weight: torch.Tensor) -> PrepackedProduct:
     """torch's quantized product with scales per output."""
     payload, scale = int8.quantise(weight)
     zeros = torch.zeros(len(weight), dtype=torch.int64)

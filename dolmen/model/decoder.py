@@ -427,7 +427,7 @@ class Decoder(nn.Module):
             None if bias is None else local(bias),
             self.transform,
             None if self.follows is None else self._next_sentence_logits,
-            None if self.spec.head.normalised else table.linear().laid_out,
+            None if self.spec.head.normalised else table.linear().prepacked,
         )
         return end(hidden, head)
 

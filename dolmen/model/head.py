@@ -37,7 +37,7 @@ from dolmen.ops import loss
 from dolmen.ops.elementwise import ACTIVATIONS
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel import tensor
-from dolmen.parallel.inference_linear import LaidOut
+from dolmen.parallel.inference_linear import PrepackedProduct
 from dolmen.parallel.log_probabilities import (
     log_probabilities,
     log_probabilities_and_argmax,
@@ -85,7 +85,7 @@ class ModelHead:
     """Transform of hidden vectors before the product (BERT)."""
     next_sentence_head: Callable[[Tensor], Tensor] | None = None
     """Next-sentence head: hidden vectors [_, hidden] -> two logits [_, 2]."""
-    laid_out: LaidOut | None = None
+    prepacked: PrepackedProduct | None = None
     """Packed form of `weight` for products without gradients; None: not packed."""
 
     def here(self, per_token: Shaped[Tensor, "sequences length"]) -> Shaped[Tensor, "sequences _"]:
@@ -173,7 +173,7 @@ class LMHead(ModelHead):
         cp rank's tokens.
         """
         # rows [vocabulary / tp, hidden]
-        linear = Linear(self.rows, self.bias, laid_out=self.laid_out)
+        linear = Linear(self.rows, self.bias, prepacked=self.prepacked)
         logits = tensor.columns(self.scale_hidden(hidden), [linear], self.split.tp)[0]
         if self.spec.head.soft_cap is not None:
             # cap * tanh(logits / cap)
@@ -235,16 +235,20 @@ class LMHead(ModelHead):
         """Return `log_probabilities`, and for each label the token id of the highest logit at its
         place; without gradients.
         """
-        judge = partial(log_probabilities_and_argmax, product=self.laid_out)
-        values, argmax = self._evaluate_labels(judge, hidden, labels)
+        evaluate_rows = partial(log_probabilities_and_argmax, product=self.prepacked)
+        values, argmax = self._evaluate_labels(evaluate_rows, hidden, labels)
         return values.view(self.sequences, -1), argmax.view(self.sequences, -1)
 
     def _evaluate_labels(
-        self, judge: Callable[..., Any], hidden: Tensor, labels: Tensor, temperature: float = 1.0
+        self,
+        evaluate_rows: Callable[..., Any],
+        hidden: Tensor,
+        labels: Tensor,
+        temperature: float = 1.0,
     ) -> Any:
-        """Return `judge`, a function of parallel/log_probabilities.py, of this rank's tokens and
-        their labels, with hidden vectors divided by `temperature`. Raises ValueError for a
-        temperature other than 1 with a soft cap.
+        """Return the result of `evaluate_rows`, a function of parallel/log_probabilities.py, for
+        this rank's tokens and their labels, with hidden vectors divided by `temperature`. Raises
+        ValueError for a temperature other than 1 with a soft cap.
         """
         scaled, bias = self.scale_hidden(hidden), self.bias
         if temperature != 1:
@@ -256,7 +260,7 @@ class LMHead(ModelHead):
             scaled = scaled / temperature
             # (W h + b) / T = W (h / T) + b / T, where a soft cap would not be linear
             bias = None if bias is None else bias / temperature
-        return judge(
+        return evaluate_rows(
             scaled,
             self.rows,
             self.here(labels).reshape(-1),

@@ -86,9 +86,9 @@ def _prepack(linears: Sequence[Linear], weights: Weights, inputs: Axis) -> list[
         return list(linears)
     merged = [one.merge(one.weight.dtype) for one in linears]
     if len(merged) == 1:
-        return [linears[0]._replace(laid_out=prepack(merged[0], weights, inputs))]
+        return [linears[0]._replace(prepacked=prepack(merged[0], weights, inputs))]
     packed = prepack_together(merged, weights)
-    return [one._replace(laid_out=part) for one, part in zip(linears, packed, strict=True)]
+    return [one._replace(prepacked=part) for one, part in zip(linears, packed, strict=True)]
 
 
 def _can_prepack(one: Linear) -> bool:
@@ -197,7 +197,7 @@ class ParameterModule(nn.Module):
         packed form. Does nothing to weights that cannot be packed.
         """
         for module, one in zip(self.fused, self._pack(weights), strict=True):
-            if one.laid_out is not None:
+            if one.prepacked is not None:
                 module.replace_weight(weights, one)
 
     def replace_weight(self, weights: Weights, one: Linear) -> None:

@@ -51,14 +51,16 @@ Weights = Literal["stated", "int8"]
 """How weights are held: in the dtype that is asked for, or as int8."""
 
 ROWS = 64  # what a weight is laid out for; as fast with 4 rows and with 256
-EXACT = (1 << 24) // int8.LARGEST**2  # inputs: 1,040; fp32 holds every sum of as many, exactly
-MOST = (1 << 31) // int8.LARGEST**2  # inputs: 133,144; sums of more may leave int32
+# 1,040: fp32 holds every sum of as many products exactly
+MAX_FLOAT_INPUTS = (1 << 24) // int8.LARGEST**2
+# 133,144: sums of more products may leave int32
+MAX_INT32_INPUTS = (1 << 31) // int8.LARGEST**2
 PIECE = 32  # inputs; of rows of 72 or 200 the int8 product of torch 2.13 was wrong, or crashed
 WORTH = 1 << 14  # elements; of fewer what a product costs is its call
 
 
 @runtime_checkable
-class LaidOut(Protocol):
+class PrepackedProduct(Protocol):
     """A prepacked product with a weight."""
 
     def __call__(
@@ -111,8 +113,8 @@ class IntegerLinear:
 
 class SplitIntegerLinear:
     """`IntegerLinear` of a weight whose inputs are cut over an axis of several ranks. Each rank
-    multiplies blocks of at most EXACT inputs, whose sums fp32 holds exactly, and adds them up as
-    integers.
+    multiplies blocks of at most MAX_FLOAT_INPUTS inputs, whose sums fp32 holds exactly, and adds
+    them up as integers.
     """
 
     def __init__(self, weight: Float[Tensor, "out in"], axis: Axis):
@@ -121,11 +123,11 @@ class SplitIntegerLinear:
         amax = weight.detach().abs().amax(-1).to(wide)
         payload, self.scale = int8.quantise(weight, _max_over(amax, axis))
         # contiguous, as the operators ignore strides
-        parts = [part.contiguous() for part in payload.split(EXACT, 1)]
+        parts = [part.contiguous() for part in payload.split(MAX_FLOAT_INPUTS, 1)]
         self.blocks = [compute.prepack_integers(part) for part in parts]
         self.axis = axis
         # of all ranks together
-        self.fits_float = weight.shape[1] * axis.size <= EXACT
+        self.fits_float = weight.shape[1] * axis.size <= MAX_FLOAT_INPUTS
         self.ones = torch.ones(len(weight))
         self.zeros = torch.zeros(len(weight), dtype=torch.int32)
 
@@ -146,7 +148,7 @@ class SplitIntegerLinear:
             compute.multiply_integers(
                 part.contiguous(), one, self.ones, self.zeros, int8.ZERO_POINT
             )
-            for part, one in zip(whole.split(EXACT, 1), self.blocks, strict=True)
+            for part, one in zip(whole.split(MAX_FLOAT_INPUTS, 1), self.blocks, strict=True)
         ]
         return sums[0] if self.fits_float else reduce(add, (one.int() for one in sums))
 
@@ -192,7 +194,7 @@ class Int8Rows:
         return _add_bias(y, bias, x.dtype)
 
 
-def prepack(weight: Tensor, kind: Weights, inputs: Axis = SINGLE.tp) -> LaidOut | None:
+def prepack(weight: Tensor, kind: Weights, inputs: Axis = SINGLE.tp) -> PrepackedProduct | None:
     """Prepack a weight for CPU products faster than F.linear's, in int8 or fp32. None if it is not
     one matrix, or there is no gain (fp32: small, another dtype, or no oneDNN). `inputs`: the axis
     that cuts the weight's inputs (row-parallel); with int8 collective over it.
@@ -200,7 +202,7 @@ def prepack(weight: Tensor, kind: Weights, inputs: Axis = SINGLE.tp) -> LaidOut 
     if weight.ndim != 2:
         return None
     if kind == "int8":
-        if not multiplies_integers() or weight.shape[1] * inputs.size > MOST:
+        if not multiplies_integers() or weight.shape[1] * inputs.size > MAX_INT32_INPUTS:
             return Int8Rows(weight)
         return IntegerLinear(weight) if inputs.size == 1 else SplitIntegerLinear(weight, inputs)
     large = weight.numel() >= WORTH and min(weight.shape) >= ROWS
@@ -212,7 +214,7 @@ def prepack(weight: Tensor, kind: Weights, inputs: Axis = SINGLE.tp) -> LaidOut 
 class FusedPart:
     """The outputs of one weight in the packed product of several that share an input."""
 
-    product: LaidOut
+    product: PrepackedProduct
     sizes: tuple[int, ...]
     """Outputs of each weight."""
     index: int
@@ -230,7 +232,7 @@ class FusedPart:
         return y if bias is None else y + bias
 
 
-def prepack_together(weights: Sequence[Tensor], kind: Weights) -> list[LaidOut | None]:
+def prepack_together(weights: Sequence[Tensor], kind: Weights) -> list[PrepackedProduct | None]:
     """Prepack matrices [out_i, in] of one input as one, in the format `kind`. Each None if there is
     no gain: see `prepack`.
     """

@@ -27,7 +27,7 @@ from dolmen.core import collectives, profiling
 from dolmen.core.autograd import Context, TypedFunction
 from dolmen.ops import loss
 from dolmen.ops.kernels import Kernels
-from dolmen.parallel.inference_linear import LaidOut
+from dolmen.parallel.inference_linear import PrepackedProduct
 from dolmen.parallel.tensor import TensorParallel
 from dolmen.parallel.vocabulary import LogitsCall, combine_vocabulary, logits_and_slope
 
@@ -162,7 +162,7 @@ def log_probabilities_and_argmax(
     at_once: int = Kernels().logits_at_once,
     soft_cap: float | None = None,
     bias: Float[Tensor, " rows"] | None = None,
-    product: LaidOut | None = None,
+    product: PrepackedProduct | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Int64[Tensor, " tokens"]]:
     """Return `log_probabilities`, without gradients, and the token with the largest logit (the
     first of several equal ones, as torch.argmax), I@tp, from one pass over the logits. `product`

@@ -46,7 +46,12 @@ from dolmen.ops import int8
 from dolmen.ops.exact import Exact
 from dolmen.ops.invariant import sum_tokens
 from dolmen.parallel.exact import LeafProduct
-from dolmen.parallel.inference_linear import FusedPart, LaidOut, MultiLora, SplitIntegerLinear
+from dolmen.parallel.inference_linear import (
+    FusedPart,
+    MultiLora,
+    PrepackedProduct,
+    SplitIntegerLinear,
+)
 from dolmen.parallel.quantized_product import Int8Product, Product, ProductAxes, Rounding
 
 
@@ -125,7 +130,7 @@ class Linear(NamedTuple):
     """How its factors are rounded; None: they are not."""
     scale: Float[Tensor, "*experts out"] | None = None
     """Scales of a frozen 8-bit weight (ops/int8.py)."""
-    laid_out: LaidOut | None = None
+    prepacked: PrepackedProduct | None = None
     """Prepacked product with the merged weight, for inference; None: torch's own."""
     several: MultiLora | None = None
     """Further adapters, of which each token has one or none, where no gradient is kept."""
@@ -466,7 +471,7 @@ def _multiply_linears(
     product is added and DoRA's gain applied. Prepacked and multi-LoRA weights take the inference
     path.
     """
-    if any(one.laid_out is not None or one.several is not None for one in linears):
+    if any(one.prepacked is not None or one.several is not None for one in linears):
         # inference: nothing is kept for a backward, so x enters by a bare all-gather
         return _infer_linears(tp.gather_input(x) if enters else x, linears, tp)
     weights = [one.weight for one in linears]
@@ -507,11 +512,11 @@ def _infer_linears(x: Tensor, linears: Sequence[Linear], tp: TensorParallel) -> 
     ys: list[Tensor] = []
     fused, parts = None, ()
     for linear in linears:
-        laid_out = linear.laid_out
-        if isinstance(laid_out, FusedPart):
-            if laid_out.product is not fused:
-                fused, parts = laid_out.product, laid_out.split(x)
-            y, bias = parts[laid_out.index], linear.bias
+        prepacked = linear.prepacked
+        if isinstance(prepacked, FusedPart):
+            if prepacked.product is not fused:
+                fused, parts = prepacked.product, prepacked.split(x)
+            y, bias = parts[prepacked.index], linear.bias
         else:
             # an adapter may turn rows of outputs (DoRA), and leaves the bias as it is
             bias = None if linear.several is None else linear.bias
@@ -523,8 +528,8 @@ def _infer_linears(x: Tensor, linears: Sequence[Linear], tp: TensorParallel) -> 
 
 def _infer_linear(x: Tensor, one: Linear, tp: TensorParallel) -> Tensor:
     """Return x W^T + b of one weight without multi-LoRA, by its prepacked form if it has one."""
-    if one.laid_out is not None:
-        return one.laid_out(x, one.bias)
+    if one.prepacked is not None:
+        return one.prepacked(x, one.bias)
     return _multiply_linears(x, [one._replace(several=None)], tp, enters=False)[0]
 
 
@@ -597,7 +602,7 @@ def rows(
     their biases. Products of integers are reduced one by one, before their scales.
     """
     pairs = list(zip(xs, linears, strict=True))
-    if any(isinstance(one.laid_out, SplitIntegerLinear) for one in linears):
+    if any(isinstance(one.prepacked, SplitIntegerLinear) for one in linears):
         y = reduce(add, [_integer_rows(x, one, tp) for x, one in pairs])
     else:
         parts = [part_of_rows(x, one, tp) for x, one in pairs]
@@ -611,7 +616,7 @@ def _integer_rows(x: Tensor, one: Linear, tp: TensorParallel) -> Tensor:
     """Return a row-parallel product of integers, [here, out] without the bias: the sums are reduced
     exactly, so the result is that of a weight that is not cut. Adapters are reduced by themselves.
     """
-    product = one.laid_out
+    product = one.prepacked
     assert isinstance(product, SplitIntegerLinear)
     scale = product.token_scales(x)
     sums = tp.leave(product.sums(x, scale))

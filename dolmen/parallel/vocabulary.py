@@ -33,7 +33,7 @@ from dolmen.ops import invariant, loss
 from dolmen.ops.elementwise import accumulate, compile_accumulate
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel.exact import round_losses
-from dolmen.parallel.inference_linear import LaidOut
+from dolmen.parallel.inference_linear import PrepackedProduct
 from dolmen.parallel.tensor import TensorParallel, weight_products
 
 
@@ -120,7 +120,7 @@ def logits_and_slope(
     wide: torch.dtype,
     soft_cap: float | None,
     bias: Float[Tensor, " rows"] | None = None,
-    product: LaidOut | None = None,
+    product: PrepackedProduct | None = None,
 ) -> tuple[Float[Tensor, "n rows"], Float[Tensor, "n rows"] | None]:
     """Return this rank's logits in the `wide` dtype, soft-capped if there is a cap, and the cap's
     derivative at each (None without). `product`: a prepacked product with the weight.

@@ -41,9 +41,9 @@ class ProductShape(NamedTuple):
 
 
 def check_machine(spec: ModelSpec, exact: Exact, microbatch_size: int, mesh: Mesh) -> None:
-    """Raise ValueError, on every rank, where one finds a product or an attention whose bits depend
-    on the layout, computes on no CPU, or on a CPU that gives other bits than that of the first
-    rank. Collective.
+    """Raise ValueError on every rank if any rank finds a product or an attention whose bits depend
+    on the layout, computes on a GPU, or has a CPU that gives other bits than the first rank's.
+    Collective.
     """
     shapes = product_shapes(spec, exact, microbatch_size, mesh.tp.size)
     if mesh.device.type == "cpu":

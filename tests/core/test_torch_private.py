@@ -113,8 +113,8 @@ def _():
 @claim("compute.prepack_weight", "compute.prepacked_linear")
 def _():
     x, weight, bias = torch.randn(5, 96), torch.randn(64, 96), torch.randn(64)
-    laid_out, product = private("compute.prepack_weight"), private("compute.prepacked_linear")
-    got = product(x, laid_out(weight, 16), bias)  # fp32 alone: of bf16 a CPU with AVX2 has none
+    prepacked, product = private("compute.prepack_weight"), private("compute.prepacked_linear")
+    got = product(x, prepacked(weight, 16), bias)  # fp32 alone: of bf16 a CPU with AVX2 has none
     torch.testing.assert_close(got, F.linear(x, weight, bias), atol=1e-4, rtol=0)
 
 
@@ -133,11 +133,11 @@ def _():
     assert private("compute.has_integer_product")()
     x = torch.randint(100, 156, (5, 96), dtype=torch.uint8)
     weight, scale = torch.randint(-60, 60, (64, 96), dtype=torch.int8), torch.rand(64)
-    laid_out, zeros = (
+    prepacked, zeros = (
         private("compute.prepack_integers")(weight),
         torch.zeros(64, dtype=torch.int32),
     )
-    got = private("compute.multiply_integers")(x, laid_out, scale, zeros, 128)
+    got = private("compute.multiply_integers")(x, prepacked, scale, zeros, 128)
     assert torch.equal(got, (x.int() - 128).float() @ weight.float().t() * scale)
 
 

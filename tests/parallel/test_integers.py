@@ -105,7 +105,7 @@ def cut(inputs: int, sequence: bool) -> dict[str, bool | str]:
         tp = TensorParallel(axis, sequence)
         own = slice(axis.rank * inputs // size, (axis.rank + 1) * inputs // size)
         linear = one_linear(weight[:, own], bias, axis)
-        product = linear.laid_out
+        product = linear.prepacked
         assert isinstance(product, SplitIntegerLinear)
         got = tensor.rows([x[:, own], x.flip(1)[:, own]], [linear] * 2, tp)
         want = tensor.local_tokens(whole, tp)
@@ -119,7 +119,7 @@ def cut(inputs: int, sequence: bool) -> dict[str, bool | str]:
 
 
 def one_linear(weight: torch.Tensor, bias: torch.Tensor, axis) -> Linear:
-    return Linear(weight, bias, laid_out=prepack(weight, "int8", axis))
+    return Linear(weight, bias, prepacked=prepack(weight, "int8", axis))
 
 
 def apart(x: torch.Tensor, weight: torch.Tensor, own: slice) -> torch.Tensor:
@@ -145,12 +145,16 @@ def test_a_cut_product_has_the_bits_of_a_whole_one(row, result):
 
 def test_sums_are_as_large_as_fp32_cannot_hold():
     """The largest of 1,040 inputs is below 2^24, and of 1,041 above."""
-    assert inference_linear.EXACT * 127**2 < LARGEST_SUM <= (inference_linear.EXACT + 1) * 127**2
+    assert (
+        inference_linear.MAX_FLOAT_INPUTS * 127**2
+        < LARGEST_SUM
+        <= (inference_linear.MAX_FLOAT_INPUTS + 1) * 127**2
+    )
 
 
 def test_sums_that_may_leave_int32_are_not_of_integers():
     """133,144 products of the largest payloads fit in int32; the sum of one more is negative."""
-    most = inference_linear.MOST
+    most = inference_linear.MAX_INT32_INPUTS
     assert most * 127**2 < 1 << 31 <= (most + 1) * 127**2
     weight = torch.ones(1, most + 1)
     fits, beyond = prepack(weight[:, :most], "int8"), prepack(weight, "int8")

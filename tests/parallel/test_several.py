@@ -60,8 +60,8 @@ def test_each_token_has_its_own(kind):
     with torch.no_grad():
         product = F.linear(x, weight) if laid is None else laid(x, None)
         turn = AdapterAssignment(inference_linear.segments(NAMES, COUNTS, CPU))
-        one = Linear(weight, bias, laid_out=laid, several=MultiLora(PAIRS, turn))
-        got, plain = tensor.columns(x, [one, Linear(weight, bias, laid_out=other)], TP)
+        one = Linear(weight, bias, prepacked=laid, several=MultiLora(PAIRS, turn))
+        got, plain = tensor.columns(x, [one, Linear(weight, bias, prepacked=other)], TP)
         (part,) = tensor.products(x, [one], TP)
     torch.testing.assert_close(got.double(), by_formula(product, bias, x), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(part, got)

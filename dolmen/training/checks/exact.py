@@ -1,5 +1,5 @@
 """Rules of exact numerics (--train.numerics exact): what has the same bits at every layout, and the
-sizes that its trees take. Whatever no test holds to it is refused.
+sizes that its trees take. Everything that no test covers raises a ValueError.
 """
 
 from dataclasses import fields
@@ -114,8 +114,8 @@ def _check_components(spec: ModelSpec) -> None:
 
 
 def _check_model_sizes(config: RunConfig) -> None:
-    """Raise ValueError where tp is no part of the limit, or the limit does not divide heads and
-    widths, or tp does not cut the vocabulary between its blocks.
+    """Raise ValueError where tp does not divide the limit, or the limit does not divide heads and
+    widths, or tp splits a block of the vocabulary.
     """
     limit, tp, spec = config.train.exact.tp, config.layout.tp, config.spec
     if limit % tp:

@@ -114,7 +114,7 @@ def by_forward(model, prompt: list[int], new: int = 8) -> list[int]:
 def multiplies(model) -> list[bool]:
     """Of each matrix but the embedding, whether a product of its own multiplies by it."""
     return [
-        part.linear().laid_out is not None
+        part.linear().prepacked is not None
         for name, part in model.named_modules()
         if isinstance(part, ParameterModule) and part.weight.ndim == 2 and name != "embed"
     ]
@@ -143,7 +143,7 @@ def test_weights_of_one_input_are_multiplied_as_one(kind):
     packed = inference_linear.prepack_together(weights, kind)
     x, own = torch.randn(5, 256, generator=chance), TensorParallel(SINGLE.tp)
     linears = [
-        Linear(w, b, laid_out=one) for w, b, one in zip(weights, biases, packed, strict=True)
+        Linear(w, b, prepacked=one) for w, b, one in zip(weights, biases, packed, strict=True)
     ]
     with torch.no_grad():
         together = tensor.columns(x, linears, own)
@@ -156,7 +156,7 @@ def test_weights_of_one_input_are_multiplied_as_one(kind):
         shared = counting(packed[0].product, calls)
         tensor.columns(
             x,
-            [one._replace(laid_out=replace(one.laid_out, product=shared)) for one in linears],
+            [one._replace(prepacked=replace(one.prepacked, product=shared)) for one in linears],
             own,
         )
     assert len(calls) == 1
@@ -179,7 +179,7 @@ def test_a_weight_that_has_changed_is_packed_again_with_its_neighbours(model):
     def packed():
         with torch.no_grad():
             model.prepack("stated")
-            found = [part.linear().laid_out for part in parts]
+            found = [part.linear().prepacked for part in parts]
             model.disable_prepack(keep=True)
         assert len({id(one.product) for one in found}) == 1
         return found[0].product
@@ -271,7 +271,7 @@ def resident(model) -> int:
     held = [p for p in model.parameters() if not p.is_meta]
     for part in model.modules():
         if isinstance(part, ParameterModule) and part._freed is not None:
-            product = part._freed[1].laid_out
+            product = part._freed[1].prepacked
             if isinstance(product, inference_linear.FusedPart):
                 product = product.product if product.index == 0 else None
             if product is not None:  # the others are in the first's
