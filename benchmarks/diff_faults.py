@@ -501,7 +501,7 @@ def random_weights(model: Model) -> Weights:
     """Norms around their own value, biases around 0, and matrices that keep sizes about 1."""
     generator = torch.Generator().manual_seed(0)
     found = {}
-    for name, leaf in model.spec.leaves.items():
+    for name, leaf in model.spec.params.items():
         drawn = torch.randn(leaf.shape, generator=generator)
         scale = 0.3 if len(leaf.shape) == 1 else 0.2
         found[name] = drawn * scale + (leaf.initial == "ones")

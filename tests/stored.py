@@ -14,11 +14,11 @@ def exported_trained(model: Model, full: Callable[[str], Tensor]) -> Iterator[tu
     gives, gradients or moments; `full` is not asked for what no gradient trains, as a bias that
     balances experts.
     """
-    leaves, entries = model.spec.leaves, weight_map(model).entries
+    params, entries = model.spec.params, weight_map(model).entries
 
     def trained_full(name: str) -> Tensor:
-        return full(name) if leaves[name].trained else torch.empty(leaves[name].shape)
+        return full(name) if params[name].trained else torch.empty(params[name].shape)
 
     for stored, tensor in export_weights(model, trained_full):
-        if stored in entries and leaves[entries[stored].ours[0]].trained:
+        if stored in entries and params[entries[stored].ours[0]].trained:
             yield stored, tensor

@@ -156,7 +156,7 @@ def _stages(job: Job, machine: Machine) -> tuple[list[Stage], Operations]:
     block = rows_seconds(whole, machine)
     both = [make(spec, share, program) for make in (embedding_rows, head_rows)]
     if job.zero == 3:  # what is gathered first and scattered last has nothing to hide behind
-        table = math.prod(spec.leaves["embed.weight"].local_shape({"tp": job.topology.tp}))
+        table = math.prod(spec.params["embed.weight"].local_shape({"tp": job.topology.tp}))
         both = [
             _gathered(both[0], job, table + _block(job).number),
             both[1] if spec.head.tied else _gathered(both[1], job, table),
@@ -199,7 +199,7 @@ def _send(job: Job, machine: Machine) -> float:
 def _block(job: Job) -> ParameterCount:
     """Parameters of a block on a rank of tp and ep."""
     leaves, sizes = (
-        select_prefix(job.spec.leaves, "layers.0"),
+        select_prefix(job.spec.params, "layers.0"),
         {"tp": job.topology.tp, "ep": job.ep},
     )
     found = ParameterCount.count(leaves, sizes)
@@ -211,7 +211,7 @@ def _elements(job: Job, rank: int) -> ParameterCount:
     pp, block = job.topology.pp, _block(job)
     layers = sum(job.layers[chunk * pp + rank] for chunk in range(job.virtual_stages))
     table = ParameterCount(
-        math.prod(job.spec.leaves["embed.weight"].local_shape({"tp": job.topology.tp}))
+        math.prod(job.spec.params["embed.weight"].local_shape({"tp": job.topology.tp}))
     )
     found = ParameterCount(layers * block.dense, layers * block.experts)
     if rank == 0:
@@ -271,7 +271,7 @@ def _tied(job: Job, machine: Machine) -> float:
     """The first and the last stage add up the gradients of a table that both have."""
     if job.topology.pp == 1 or not job.spec.head.tied:
         return 0.0
-    table = math.prod(job.spec.leaves["embed.weight"].local_shape({"tp": job.topology.tp}))
+    table = math.prod(job.spec.params["embed.weight"].local_shape({"tp": job.topology.tp}))
     return send_seconds(2 * job.program.gradient * table // 2, machine.hop())
 
 

@@ -82,7 +82,7 @@ def _record_update(
     """Record gradients, their norm, and one AdamW update of `weights`, in fp32 or wider."""
     for name, gradient in gradients.items():
         recorder.add_whole("gradients", name, gradient)
-    leaves, config = model.spec.leaves, task.optimizer
+    params, config = model.spec.params, task.optimizer
     kept = {}
     for name, gradient in gradients.items():
         wide = torch.promote_types(gradient.dtype, torch.float32)
@@ -97,7 +97,7 @@ def _record_update(
     # decay for matrices only, as dolmen's optimizer has it
     groups = [
         {
-            "params": [p for name, p in kept.items() if leaves[name].decays == decays],
+            "params": [p for name, p in kept.items() if params[name].decays == decays],
             "weight_decay": config.weight_decay if decays else 0.0,
         }
         for decays in (True, False)
@@ -135,10 +135,10 @@ class _TransformersHooks:
         layers.
         """
         for entry in self.entries:
-            leaf = self.model.spec.leaves[entry.ours[0]]
+            param = self.model.spec.params[entry.ours[0]]
             ours = tuple(name.rpartition(".")[0] for name in entry.ours)
             if entry.hf.endswith(".weight"):
-                self._owner(self.modules[_module(entry)], entry, ours, leaf)
+                self._owner(self.modules[_module(entry)], entry, ours, param)
         layers: dict[nn.Module, int] = {}
         for number in range(self.model.spec.layers):
             layer = self._common(f"layers.{number}.")
@@ -171,13 +171,13 @@ class _TransformersHooks:
         return self.modules.get(".".join(path))
 
     def _owner(
-        self, module: nn.Module, entry: StoredTensor, ours: Sequence[str], leaf: ParamSpec
+        self, module: nn.Module, entry: StoredTensor, ours: Sequence[str], param: ParamSpec
     ) -> None:
         """Register hooks on a module that owns a weight: its output, split into our projections
         where it is fused, or for output projections its input.
         """
         name = ours[0]
-        if leaf.role in ("norm", "router"):
+        if param.role in ("norm", "router"):
             self._hook_output(module, name)
             if name.endswith(".mlp_norm"):
                 self._hook_input(module, name.replace("mlp_norm", "middle"))
@@ -185,9 +185,9 @@ class _TransformersHooks:
             self._hook_input(
                 module, name.replace("attn.o", "attn.sums").replace("mlp.down", "mlp.act")
             )
-        elif leaf.role == "matrix" and name.startswith("layers."):
+        elif param.role == "matrix" and name.startswith("layers."):
             # rows of the fused weight: columns of its output
-            out = sum(self.model.spec.leaves[f"{one}.weight"].shape[0] for one in ours)
+            out = sum(self.model.spec.params[f"{one}.weight"].shape[0] for one in ours)
             # the rule, applied to column numbers, says which belong to q, k and v
             columns = list(split_stored(entry.rule, torch.arange(out)))
             for one, which in zip(ours, columns, strict=True):

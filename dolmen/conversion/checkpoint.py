@@ -138,7 +138,7 @@ class RunCheckpoint(WeightsAlone):
                 f"{name} is {stored[name].shape} in {self.where}, but the model expects "
                 f"{shapes[name]}{self._differences()}"
             )
-        return {name: self._restored_spec(name, stored[name]) for name in self.spec.leaves}
+        return {name: self._restored_spec(name, stored[name]) for name in self.spec.params}
 
     def _restored_spec(self, name: str, spec: Spec) -> Spec:
         """Spec of a weight as it is read: an int8 weight is dequantised to the dtype of its

@@ -200,12 +200,12 @@ def _check_one_dtype(source: ModelSource) -> None:
     several sources), as it is then unclear which to write: the user has to give --dtype. Parameters
     that a family always keeps in fp32 are not counted.
     """
-    specs, leaves = source.specs, source.spec.leaves
+    specs, params = source.specs, source.spec.params
     # dtype -> the trained parameters that are stored in it
     kinds: dict[torch.dtype, list[str]] = {}
     for name, spec in specs.items():
         # buffers and router biases have a dtype of their own
-        if leaves[name].trained and not leaves[name].precise:
+        if params[name].trained and not params[name].precise:
             kinds.setdefault(spec.dtype, []).append(name)
     if len(kinds) > 1:
         each = [
@@ -351,7 +351,7 @@ def compare_logits(source: ModelSource, written: ModelSource, room: int = ROOM) 
     if model_spec.has_prefix_mask or model_spec.streams > 1:
         return "logits not compared, because positions depend on special tokens"
     # two models in fp32: 2 x 4 bytes per parameter
-    need = 8 * sum(leaf.elements for leaf in model_spec.leaves.values())
+    need = 8 * sum(param.elements for param in model_spec.params.values())
     # layers that are computed at a time
     step = model_spec.layers if need <= room else 1
     # TOKENS, or fewer where the model has fewer positions

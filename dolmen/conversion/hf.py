@@ -184,8 +184,8 @@ class Transformers(WeightsAlone):
         """
         stored = self._stored
         return {
-            name: Spec(leaf.shape, stored[self._holding[name][0].hf].spec.dtype)
-            for name, leaf in self.spec.leaves.items()
+            name: Spec(param.shape, stored[self._holding[name][0].hf].spec.dtype)
+            for name, param in self.spec.params.items()
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -226,9 +226,9 @@ def _specs(model: Model, dtype: torch.dtype) -> dict[str, Spec]:
     for parameters that the family keeps precise.
     """
     # a router's bias, for example, stays in fp32 in a bf16 export
-    leaves, wide = model.spec.leaves, torch.promote_types(dtype, torch.float32)
+    params, wide = model.spec.params, torch.promote_types(dtype, torch.float32)
     return {
-        name: Spec(entry.shape, wide if leaves[entry.ours[0]].precise else dtype)
+        name: Spec(entry.shape, wide if params[entry.ours[0]].precise else dtype)
         for name, entry in weight_map(model).exported_entries.items()
     }
 

@@ -125,7 +125,7 @@ class Consolidated(WeightsAlone, Joined):
         """Shape and stored dtype of each parameter. Raises as `_checked`."""
         _ = self._checked
         return {
-            ours: Spec(self.spec.leaves[ours].shape, self.ranks[0][entry.hf].spec.dtype)
+            ours: Spec(self.spec.params[ours].shape, self.ranks[0][entry.hf].spec.dtype)
             for ours, entry in self._holding.items()
         }
 
@@ -142,7 +142,7 @@ class Consolidated(WeightsAlone, Joined):
     def _holding(self) -> dict[str, StoredTensor]:
         """Our name -> the stored tensor that holds it, in the order of our parameters."""
         by_name = {entry.ours[0]: entry for entry in self._entries.values()}
-        return {name: by_name[name] for name in self.spec.leaves}
+        return {name: by_name[name] for name in self.spec.params}
 
     def _share(self, name: str) -> Share:
         """How ranks shard a tensor: as ours do, except that Llama 1 and 2 shard the embedding by
@@ -152,7 +152,7 @@ class Consolidated(WeightsAlone, Joined):
         if name == EMBEDDING:
             return Share(_embedding_dim(self.ranks, self.spec.hidden_size))
         entry = self._entries[name]
-        return Share(share(entry, self.spec.leaves[entry.ours[0]]).dim)
+        return Share(share(entry, self.spec.params[entry.ours[0]]).dim)
 
     @cached_property
     def _checked(self) -> list[str]:

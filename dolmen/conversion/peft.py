@@ -117,9 +117,9 @@ def read(folder: Path, model: Model) -> LowRank:
     config = gate.read_json(file, kinds.ADAPTER_CONFIG)
     peft_config.check(file, config)
     known, stored = _modules(model), safetensors.read_header(folder / WEIGHTS)
-    leaves = model.spec.leaves
+    params = model.spec.params
     # an example for error messages
-    such = next(module for module, weight in known.items() if leaves[weight].role in ADAPTED)
+    such = next(module for module, weight in known.items() if params[weight].role in ADAPTED)
     by_name: dict[str, Stored] = {}
     modules: dict[str, str] = {}
     for name, one in stored.items():
@@ -133,17 +133,17 @@ def read(folder: Path, model: Model) -> LowRank:
                 f"adapter, such as {PREFIX}{such}.lora_A.weight",
             )
         weight = known[module]
-        if leaves[weight].role in NOT_LINEAR or len(leaves[weight].shape) != 2:
+        if params[weight].role in NOT_LINEAR or len(params[weight].shape) != 2:
             raise gate.refuse(
                 folder / WEIGHTS,
-                f"has {name}, for {module} of shape {list(leaves[weight].shape)}, which is not a "
+                f"has {name}, for {module} of shape {list(params[weight].shape)}, which is not a "
                 f"linear layer: adapters belong to one, such as {PREFIX}{such}.lora_A.weight",
             )
         modules[module] = weight
         # (A, B, magnitude) by kind
         by_name[(*LoraSpec.pair(weight), magnitude_name(weight))[KINDS.index(kind)]] = one
     # "all-linear" is all but the output embedding
-    heads = [module for module, weight in modules.items() if leaves[weight].role == "head"]
+    heads = [module for module, weight in modules.items() if params[weight].role == "head"]
     peft_config.Reach(file, config).check(list(modules), heads)
     # the weights that have an A
     weights = frozenset(w for w in known.values() if LoraSpec.pair(w)[0] in by_name)
@@ -174,11 +174,11 @@ def _check_shapes(file: Path, form: LoraSpec, stored: Mapping[str, Stored], mode
     """
     if not form.targets:
         raise gate.refuse(file, "has no adapter")
-    leaves = model.spec.leaves
+    params = model.spec.params
     for weight in sorted(form.targets):
-        leaf = leaves[weight]
+        param = params[weight]
         # shapes of A, B and magnitude for this weight and rank
-        shapes = (form.down(leaf).shape, form.up(leaf).shape, form.magnitude(leaf).shape)
+        shapes = (form.down(param).shape, form.up(param).shape, form.magnitude(param).shape)
         for name, shape in zip(names(form, weight), shapes, strict=False):
             if name not in stored:
                 raise gate.refuse(file, f"has an incomplete adapter of {weight}: {name} is missing")
@@ -188,7 +188,7 @@ def _check_shapes(file: Path, form: LoraSpec, stored: Mapping[str, Stored], mode
                 raise gate.refuse(
                     file,
                     f"has {stored[name].name} of {list(stored[name].spec.shape)}: rank "
-                    f"{form.rank} with a weight of {list(leaves[weight].shape)} implies "
+                    f"{form.rank} with a weight of {list(params[weight].shape)} implies "
                     f"{list(shape)}",
                 )
     if lone := sorted(stored.keys() - {n for w in form.targets for n in names(form, w)}):

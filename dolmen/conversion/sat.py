@@ -93,8 +93,8 @@ class Sat(WeightsAlone, Joined):
         """Shape and stored dtype of each parameter. Raises as `_checked`."""
         stored = self._checked
         return {
-            name: Spec(leaf.shape, stored[self._holding[name].hf][0].spec.dtype)
-            for name, leaf in self.spec.leaves.items()
+            name: Spec(param.shape, stored[self._holding[name].hf][0].spec.dtype)
+            for name, param in self.spec.params.items()
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -115,8 +115,8 @@ class Sat(WeightsAlone, Joined):
         """How ranks shard a stored tensor: as ours do; tensors that are stacked in one ([x1; x2])
         each by itself.
         """
-        leaf, rule = self.spec.leaves[entry.ours[0]], entry.rule
-        cut = next((cut for cut in leaf.shards if cut.axis == "tp"), None)
+        param, rule = self.spec.params[entry.ours[0]], entry.rule
+        cut = next((cut for cut in param.shards if cut.axis == "tp"), None)
         # [x1; x2]: each rank has rows of both
         stacked = isinstance(rule, Split) and rule.groups == 1
         return Share(None if cut is None else cut.dim, len(entry.ours) if stacked else 1)

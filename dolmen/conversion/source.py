@@ -234,7 +234,7 @@ def load_weights(
     """Read the source and call `write(name, tensor)` once per parameter, or per one in `only`.
     Raises as `ModelSource.stream`, and KeyError where a parameter was never written.
     """
-    wanted, written = set(source.spec.leaves if only is None else only), set()
+    wanted, written = set(source.spec.params if only is None else only), set()
     for name, tensor in source.stream(only):
         assert name not in written, f"{name} written twice"
         write(name, tensor)

@@ -70,7 +70,7 @@ class AdapterConfig:
             return None
         names = targets(model, self.targets)
         # B A cannot have a higher rank than W
-        highest = max(min(model.spec.leaves[name].shape[-2:]) for name in names)
+        highest = max(min(model.spec.params[name].shape[-2:]) for name in names)
         if self.rank > highest:
             raise ValueError(
                 f"adapter.rank is {self.rank}: the matrices of adapter.targets have at most rank "
@@ -102,9 +102,9 @@ def _module_weights(model: Model) -> dict[str, set[str]]:
     """Return last part of a module's name in transformers (q_proj) -> our full names of its
     weights, of all that can have an adapter.
     """
-    leaves, weights = model.spec.leaves, dict[str, set[str]]()
+    params, weights = model.spec.params, dict[str, set[str]]()
     for stored, entry in weight_map(model).entries.items():
-        ours = {name for name in entry.ours if leaves[name].role in ADAPTED}
+        ours = {name for name in entry.ours if params[name].role in ADAPTED}
         if ours:
             weights.setdefault(_module_name(stored), set()).update(ours)
     return weights

@@ -152,7 +152,7 @@ class Attention(Branch):
     it and attention reads all cached ones.
     """
 
-    def __init__(self, attention: spec.AttentionSpec, leaves: ParamSpecs, setting: ModuleContext):
+    def __init__(self, attention: spec.AttentionSpec, params: ParamSpecs, setting: ModuleContext):
         super().__init__()
         split, kernels = setting.split, setting.split.kernels
         self.tp = split.tp
@@ -182,16 +182,16 @@ class Attention(Branch):
         first, rows = (n * self.head_size for n in (self.kv_first, self.kv_heads))
         # how a replicated or a sharded k yields the rows this rank multiplies by
         mine = partial(_rows, first=first, count=rows) if self.whole_kv else local
-        self.q = ColumnParallelLinear(select_prefix(leaves, "q"))
+        self.q = ColumnParallelLinear(select_prefix(params, "q"))
         self.k, self.v = (
-            ColumnParallelLinear(select_prefix(leaves, name), mine) for name in ("k", "v")
+            ColumnParallelLinear(select_prefix(params, name), mine) for name in ("k", "v")
         )
         fuse(self.q, self.k, self.v)
-        self.o = RowParallelLinear(select_prefix(leaves, "o"), self.tp)
-        self.sinks = ParameterModule(select_prefix(leaves, "sinks")) if attention.sinks else None
+        self.o = RowParallelLinear(select_prefix(params, "o"), self.tp)
+        self.sinks = ParameterModule(select_prefix(params, "sinks")) if attention.sinks else None
         norm, self.norm_of = attention.qk_norm, attention.qk_norm_of
-        self.q_norm = None if norm is None else Norm(norm, select_prefix(leaves, "q_norm"), kernels)
-        self.k_norm = None if norm is None else Norm(norm, select_prefix(leaves, "k_norm"), kernels)
+        self.q_norm = None if norm is None else Norm(norm, select_prefix(params, "q_norm"), kernels)
+        self.k_norm = None if norm is None else Norm(norm, select_prefix(params, "k_norm"), kernels)
 
     @staticmethod
     def attend(mixer: spec.AttentionSpec) -> Attend:
@@ -298,7 +298,7 @@ class LatentAttention(Component):
     """
 
     def __init__(
-        self, attention: spec.LatentAttentionSpec, leaves: ParamSpecs, setting: ModuleContext
+        self, attention: spec.LatentAttentionSpec, params: ParamSpecs, setting: ModuleContext
     ):
         super().__init__()
         split, kernels = setting.split, setting.split.kernels
@@ -308,15 +308,15 @@ class LatentAttention(Component):
         self.scores = CoreAttention(self.attend(attention)._replace(first_head=first_head), setting)
         # V2-Lite: queries have no latent
         if attention.q_rank is None:
-            self.q = ColumnParallelLinear(select_prefix(leaves, "q"))
+            self.q = ColumnParallelLinear(select_prefix(params, "q"))
         else:
-            self.q_a = ParameterModule(select_prefix(leaves, "q_a"))
-            self.q_a_norm = Norm(attention.norm, select_prefix(leaves, "q_a_norm"), kernels)
-            self.q_b = ColumnParallelLinear(select_prefix(leaves, "q_b"))
-        self.kv_a = ParameterModule(select_prefix(leaves, "kv_a"))
-        self.kv_a_norm = Norm(attention.norm, select_prefix(leaves, "kv_a_norm"), kernels)
-        self.kv_b = ColumnParallelLinear(select_prefix(leaves, "kv_b"))
-        self.o = RowParallelLinear(select_prefix(leaves, "o"), self.tp)
+            self.q_a = ParameterModule(select_prefix(params, "q_a"))
+            self.q_a_norm = Norm(attention.norm, select_prefix(params, "q_a_norm"), kernels)
+            self.q_b = ColumnParallelLinear(select_prefix(params, "q_b"))
+        self.kv_a = ParameterModule(select_prefix(params, "kv_a"))
+        self.kv_a_norm = Norm(attention.norm, select_prefix(params, "kv_a_norm"), kernels)
+        self.kv_b = ColumnParallelLinear(select_prefix(params, "kv_b"))
+        self.o = RowParallelLinear(select_prefix(params, "o"), self.tp)
 
     @staticmethod
     def attend(mixer: spec.LatentAttentionSpec) -> Attend:

@@ -54,7 +54,7 @@ C = TypeVar("C", bound=Component)
 
 class TransformerBlock(nn.Module, Generic[C]):
     """One layer: x [batch * length, hidden] -> the same shape. Norms and branches are registered in
-    the order of the arrangement; `leaves` are the block's parameters.
+    the order of the arrangement; `params` are the block's parameters.
     """
 
     takes: type[Component] = Component
@@ -65,7 +65,7 @@ class TransformerBlock(nn.Module, Generic[C]):
     mlp: C
 
     def __init__(
-        self, block: spec.BlockSpec, leaves: ParamSpecs, setting: ModuleContext, attn: C, mlp: C
+        self, block: spec.BlockSpec, params: ParamSpecs, setting: ModuleContext, attn: C, mlp: C
     ):
         super().__init__()
         self.layer, self.dropout = setting.layer, setting.training.dropout
@@ -75,7 +75,7 @@ class TransformerBlock(nn.Module, Generic[C]):
             module = branches.get(name)
             if module is None:
                 # a name that is no branch is a norm's
-                module = Norm(block.norm, select_prefix(leaves, name), kernels)
+                module = Norm(block.norm, select_prefix(params, name), kernels)
             setattr(self, name, module)
         for name in self.norms:
             # registered as None, so that compute may read it in every arrangement
@@ -145,12 +145,12 @@ class SequentialBlock(TransformerBlock[Component]):
     def __init__(
         self,
         block: spec.BlockSpec,
-        leaves: ParamSpecs,
+        params: ParamSpecs,
         setting: ModuleContext,
         attn: Component,
         mlp: Component,
     ):
-        super().__init__(block, leaves, setting, attn, mlp)
+        super().__init__(block, params, setting, attn, mlp)
         assert isinstance(block.arrangement, spec.SequentialResidual)
         self.arrangement = block.arrangement
 
@@ -253,15 +253,15 @@ ONLY: dict[type, dict[str, Any]] = {}
 
 
 def build_block(
-    block: spec.BlockSpec, leaves: ParamSpecs, setting: ModuleContext
+    block: spec.BlockSpec, params: ParamSpecs, setting: ModuleContext
 ) -> TransformerBlock:
-    """Build the module of a block from its spec; `leaves` are the block's parameters, without its
+    """Build the module of a block from its spec; `params` are the block's parameters, without its
     prefix.
     """
     # a new kind of mixer or mlp is a spec, a module, and an entry in these tables
-    mixer = MIXERS[type(block.mixer)](block.mixer, select_prefix(leaves, "attn"), setting)
-    mlp = MLPS[type(block.mlp)](block.mlp, select_prefix(leaves, "mlp"), setting)
-    return BLOCKS[type(block.arrangement)](block, leaves, setting, mixer, mlp)
+    mixer = MIXERS[type(block.mixer)](block.mixer, select_prefix(params, "attn"), setting)
+    mlp = MLPS[type(block.mlp)](block.mlp, select_prefix(params, "mlp"), setting)
+    return BLOCKS[type(block.arrangement)](block, params, setting, mixer, mlp)
 
 
 def attention_kinds(model: spec.ModelSpec) -> list[Attend]:

@@ -72,7 +72,9 @@ def allocate(model: Decoder, device: torch.device) -> Decoder:
     model.to_empty(device=device)
     for delayed in model.delayed_scaling().values():
         delayed.on(device)
-    recipes = {name: leaf.fp8 for name, leaf in model.local_specs().items() if leaf.fp8 is not None}
+    recipes = {
+        name: param.fp8 for name, param in model.local_specs().items() if param.fp8 is not None
+    }
     # FSDP then gathers fp8 bytes instead of bf16
     quantized_product.gather_payloads(model, recipes)
     return model
@@ -109,8 +111,8 @@ def place(
     # a 70B model costs no memory here, and its checks cost seconds
     with torch.device("meta"):
         model = Decoder(spec, parts, training).to(dtype)
-    for name, leaf in model.local_specs().items():
-        if leaf.precise:
+    for name, param in model.local_specs().items():
+        if param.precise:
             p = model.get_parameter(name)
             # router bias and int8 scales: bf16 would lose their small steps
             p.data = p.data.to(torch.promote_types(dtype, torch.float32))
@@ -139,13 +141,13 @@ def choose_kernels(
     chosen by head sizes, expert widths, attention kinds and fp8.
     """
     # a set: equal layers have equal specs
-    experts = {leaf for leaf in spec.leaves.values() if leaf.stacked}
-    widths = {width for leaf in experts for width in leaf.local_shape({"tp": mesh.tp.size})[1:]}
+    experts = {param for param in spec.params.values() if param.stacked}
+    widths = {width for param in experts for width in param.local_shape({"tp": mesh.tp.size})[1:]}
     # flash kernels have an upper bound on the head size
     longest = max(size for b in spec.blocks for size in b.mixer.head_sizes)
     attends = block.attention_kinds(spec)
     # rounded experts are multiplied one after the other: grouped_mm takes bf16 alone
-    one_by_one = spec.fp8 is not None or any(leaf.int8 for leaf in experts)
+    one_by_one = spec.fp8 is not None or any(param.int8 for param in experts)
     return choose(hardware, compute, longest, sorted(widths), attends, spec.fp8, one_by_one)
 
 
@@ -157,10 +159,10 @@ def initialize(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:
         for name, p in model.named_parameters():
             if name in loaded:
                 continue
-            leaf = model.spec.leaves[name]
-            if leaf.int8 or magnitude_name(name) in model.spec.leaves:
+            param = model.spec.params[name]
+            if param.int8 or magnitude_name(name) in model.spec.params:
                 # the whole weight: its scale, or DoRA's row norms, follow from full rows
-                whole = torch.empty(leaf.shape, device=p.device)
+                whole = torch.empty(param.shape, device=p.device)
                 _initialize_param(whole, name, seed, model.spec)
                 _write(model, name, whole)
             else:
@@ -171,12 +173,12 @@ def _initialize_param(p: Tensor, name: str, seed: int, spec: ModelSpec) -> None:
     """Fill p, or this rank's part of it, as the spec's `initial` says: normal, uniform within 1 /
     sqrt(inputs), ones or zeros; "beside" leaves it, as it is derived from another parameter.
     """
-    leaf = spec.leaves[name]
-    match leaf.initial:
+    param = spec.params[name]
+    match param.initial:
         case "normal":
-            state.fill_normal(p, name, seed, spec.initializer_range * leaf.std_scale)
+            state.fill_normal(p, name, seed, spec.initializer_range * param.std_scale)
         case "uniform":
-            state.fill_uniform(p, name, seed, 1 / math.sqrt(leaf.shape[-1]))
+            state.fill_uniform(p, name, seed, 1 / math.sqrt(param.shape[-1]))
         case "ones":
             state.local_view(p).fill_(1.0)
         case "zeros":
@@ -207,7 +209,7 @@ def _write(model: nn.Module, name: str, value: Tensor) -> None:
         state.write_region(model.get_parameter(scale_name(name)), scale)
         lengths = int8.dequantise(value, scale)
     state.write_region(p, value)
-    if isinstance(model, Decoder) and magnitude_name(name) in model.spec.leaves:
+    if isinstance(model, Decoder) and magnitude_name(name) in model.spec.params:
         if lengths.is_floating_point():  # else they come as they are
             magnitude = model.get_parameter(magnitude_name(name))
             # norms in fp32 or wider

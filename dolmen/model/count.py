@@ -10,12 +10,12 @@ from dolmen.model.spec.block import Mixer
 
 def parameters(spec: ModelSpec) -> int:
     """Return the number of parameters; a tied head counts once."""
-    return sum(leaf.elements for leaf in spec.leaves.values())
+    return sum(param.elements for param in spec.params.values())
 
 
 def trainable_parameters(spec: ModelSpec) -> int:
     """Return the number of parameters that are trained: with LoRA, those of the adapters."""
-    return sum(leaf.elements for leaf in spec.leaves.values() if leaf.trained)
+    return sum(param.elements for param in spec.params.values() if param.trained)
 
 
 def training_flops_per_token(
@@ -31,7 +31,9 @@ def training_flops_per_token(
     whole sequence, as torchtitan and PaLM do (2204.02311, appendix B: 6 N + 12 L H Q T; its N has
     the embedding too).
     """
-    matrices = sum(leaf.products * (6.0 if leaf.trained else 4.0) for leaf in spec.leaves.values())
+    matrices = sum(
+        param.products * (6.0 if param.trained else 4.0) for param in spec.params.values()
+    )
     # `products` of a leaf counts experts as k / E, and tables as 0
     return matrices + attention_flops_per_token(spec, sequence_length, attention)
 

@@ -100,8 +100,8 @@ class Decoder(nn.Module):
         # checks come before any module: a wrong layout should fail in milliseconds
         check_supported(spec)
         self.sizes = {"tp": split.tp.axis.size, "ep": split.ep.size}
-        check_sharding(spec.leaves, self.sizes)
-        check_fp8_sharding(spec.leaves, self.sizes)
+        check_sharding(spec.params, self.sizes)
+        check_fp8_sharding(spec.params, self.sizes)
         self.spec, self.split, self.tp = spec, split, split.tp
         self.dropout, self.router = training.dropout, training.router
         self._add_embedding()
@@ -110,7 +110,7 @@ class Decoder(nn.Module):
             {
                 str(i): build_block(
                     spec.blocks[i],
-                    select_prefix(spec.leaves, f"layers.{i}"),
+                    select_prefix(spec.params, f"layers.{i}"),
                     ModuleContext(i, split, training),
                 )
                 for i in split.layers
@@ -126,17 +126,17 @@ class Decoder(nn.Module):
         kind, and on ranks without the first stage. A tied embedding is also on the last stage.
         """
         spec, tp, first = self.spec, self.tp, self.split.first
-        embedding, leaves = spec.embedding, spec.leaves
+        embedding, params = spec.embedding, spec.params
         # a tied head on another rank keeps a copy of the embedding
         has_table = first or (self.split.last and spec.head.tied)
-        self.embed = Embedding(embedding, select_prefix(leaves, "embed"), tp) if has_table else None
+        self.embed = Embedding(embedding, select_prefix(params, "embed"), tp) if has_table else None
         # OPT-350m: rows of 512, widened to 1,024
         width, norm = embedding.width, embedding.norm
         self.project_in = (
-            ReplicatedLinear(select_prefix(leaves, "project_in"), tp) if first and width else None
+            ReplicatedLinear(select_prefix(params, "project_in"), tp) if first and width else None
         )
         self.embed_norm = (
-            Norm(norm, select_prefix(leaves, "embed_norm"), self.split.kernels)
+            Norm(norm, select_prefix(params, "embed_norm"), self.split.kernels)
             if first and norm
             else None
         )
@@ -149,7 +149,7 @@ class Decoder(nn.Module):
         """Build the embedding table `name` (positions, second stream, or token types); None if the
         model has none, and on ranks without the first stage.
         """
-        own = select_prefix(self.spec.leaves, name)
+        own = select_prefix(self.spec.params, name)
         return PositionEmbedding(table, own) if self.split.first and table and own else None
 
     def _add_head(self) -> None:
@@ -158,7 +158,7 @@ class Decoder(nn.Module):
         """
         spec, tp, last, kernels = self.spec, self.tp, self.split.last, self.split.kernels
         # no leaves: no module, on ranks without the last stage as in models without one
-        own = {name: select_prefix(spec.leaves, name) if last else {} for name in HEAD_MODULES}
+        own = {name: select_prefix(spec.params, name) if last else {} for name in HEAD_MODULES}
         self.final_norm = (
             Norm(spec.final_norm, own["final_norm"], kernels) if last and spec.final_norm else None
         )
@@ -216,7 +216,7 @@ class Decoder(nn.Module):
 
     def local_specs(self) -> dict[str, ParamSpec]:
         """Return the spec of each parameter that this rank holds a part of, by its name."""
-        return {name: self.spec.leaves[name] for name, _ in self.named_parameters()}
+        return {name: self.spec.params[name] for name, _ in self.named_parameters()}
 
     def delayed_scaling(self) -> dict[str, Delayed]:
         """Return the fp8 delayed-scaling state of each weight of this rank, by its name."""
@@ -242,13 +242,13 @@ class Decoder(nn.Module):
         """Return each parameter's placement: on tp, or, for experts, on (ep, tp). The sharder
         carries it out and the memory planner counts by it.
         """
-        return {name: placements(leaf, self.sizes) for name, leaf in self.local_specs().items()}
+        return {name: placements(param, self.sizes) for name, param in self.local_specs().items()}
 
     def partial(self) -> set[str]:
         """Return the names of the parameters whose gradient on each tp rank is a partial sum, which
         has to be all-reduced over tp.
         """
-        return {name for name, leaf in self.local_specs().items() if is_partial(leaf, self.tp)}
+        return {name for name, param in self.local_specs().items() if is_partial(param, self.tp)}
 
     def units(self) -> list[Unit]:
         """Return the FSDP units of this rank: modules whose parameters are gathered and reduced

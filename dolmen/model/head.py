@@ -53,13 +53,13 @@ class HeadTransform(ReplicatedLinear):
     def __init__(
         self,
         transform: spec.HeadTransformSpec,
-        leaves: ParamSpecs,
+        params: ParamSpecs,
         tp: TensorParallel,
         kernels: Kernels,
     ):
-        super().__init__({name: leaf for name, leaf in leaves.items() if "." not in name}, tp)
+        super().__init__({name: param for name, param in params.items() if "." not in name}, tp)
         self.act = ACTIVATIONS[transform.activation]
-        self.norm = Norm(transform.norm, select_prefix(leaves, "norm"), kernels)
+        self.norm = Norm(transform.norm, select_prefix(params, "norm"), kernels)
 
     def forward(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "here hidden"]:
         """Return norm(act(W x + b)) of this rank's tokens."""

@@ -31,47 +31,47 @@ from dolmen.parallel.quantized_product import Delayed, Rounding
 from dolmen.parallel.tensor import Adapter, Linear, TensorParallel
 
 
-def placements(leaf: ParamSpec, sizes: Mapping[str, int]) -> Places:
+def placements(param: ParamSpec, sizes: Mapping[str, int]) -> Places:
     """Return a parameter's placement: on tp, or, for an expert's parameter, on (ep, tp). `sizes`:
     ranks of each axis. A dim whose units the axis does not divide is replicated if its spec allows
     that.
     """
     on = {
         cut.axis: Shard(cut.dim) if cut.splits(sizes[cut.axis]) else Replicate()
-        for cut in leaf.shards
+        for cut in param.shards
     }
     tp = on.get("tp", Replicate())
     return (on["ep"], tp) if "ep" in on else tp
 
 
-def is_partial(leaf: ParamSpec, tp: TensorParallel) -> bool:
+def is_partial(param: ParamSpec, tp: TensorParallel) -> bool:
     """Return whether each tp rank has only a partial sum of a parameter's gradient, to be
     all-reduced over tp; never for a parameter sharded over tp.
     """
-    if any(cut.axis == "tp" and cut.splits(tp.axis.size) for cut in leaf.shards):
+    if any(cut.axis == "tp" and cut.splits(tp.axis.size) for cut in param.shards):
         return False
     return {"own": False, "residual": tp.residual_partial, "branch": tp.branch_partial}[
-        leaf.gradient
+        param.gradient
     ]
 
 
-def fp8_rounding(leaf: ParamSpec) -> Rounding | None:
+def fp8_rounding(param: ParamSpec) -> Rounding | None:
     """Return how a weight's products are rounded to fp8: the recipe, which dim tp splits, and
     delayed-scaling state (not yet on a device); None if the weight is not multiplied in fp8.
     """
-    if leaf.fp8 is None:
+    if param.fp8 is None:
         return None
     # one amax history per expert
-    experts = leaf.shape[0] if leaf.stacked else None
-    delayed = Delayed(leaf.fp8, experts) if leaf.fp8.delayed else None
-    return Rounding(leaf.fp8, tp_cut(leaf), leaf.stacked, delayed)
+    experts = param.shape[0] if param.stacked else None
+    delayed = Delayed(param.fp8, experts) if param.fp8.delayed else None
+    return Rounding(param.fp8, tp_cut(param), param.stacked, delayed)
 
 
-def tp_cut(leaf: ParamSpec) -> Literal["inputs", "outputs"] | None:
+def tp_cut(param: ParamSpec) -> Literal["inputs", "outputs"] | None:
     """Return which dim of a matrix tp splits; None if every rank has all of it."""
     # dim of outputs: 0, or 1 of stacked experts [experts, out, in]
-    outputs = len(leaf.shape) - 2
-    dims = [cut.dim for cut in leaf.shards if cut.axis == "tp"]
+    outputs = len(param.shape) - 2
+    dims = [cut.dim for cut in param.shards if cut.axis == "tp"]
     return None if not dims else "outputs" if dims[0] == outputs else "inputs"
 
 
@@ -103,7 +103,7 @@ def _freed_message(weights: Weights) -> str:
 
 
 class ParameterModule(nn.Module):
-    """Owns the parameters in `leaves`: a weight, perhaps a bias, LoRA's A and B, DoRA's magnitude,
+    """Owns the parameters in `params`: a weight, perhaps a bias, LoRA's A and B, DoRA's magnitude,
     and an int8 weight's scale.
     """
 
@@ -118,21 +118,21 @@ class ParameterModule(nn.Module):
     input_axis = SINGLE.tp
     """Axis that cuts the weight's inputs, where it is row-parallel."""
 
-    def __init__(self, leaves: ParamSpecs, mine: Callable[[Tensor], Tensor] = local):
+    def __init__(self, params: ParamSpecs, mine: Callable[[Tensor], Tensor] = local):
         """`mine` selects, of a tensor with one row per output, the rows this rank multiplies by;
         the default is its local shard.
         """
         super().__init__()
         self.local_rows = mine
         self.bias = self.lora_A = self.lora_B = self.lora_magnitude = self.weight_scale = None
-        self.lora_scale = leaves["lora_B"].scale if "lora_B" in leaves else 1.0
-        cuts = leaves["weight"].shards if "lora_B" in leaves else ()
-        inputs = len(leaves["weight"].shape) - 1 if "lora_B" in leaves else 0
+        self.lora_scale = params["lora_B"].scale if "lora_B" in params else 1.0
+        cuts = params["weight"].shards if "lora_B" in params else ()
+        inputs = len(params["weight"].shape) - 1 if "lora_B" in params else 0
         # a row-parallel weight: A is split with it, and A x is a partial sum over tp
         self.over_inputs = any(cut.axis == "tp" and cut.dim == inputs for cut in cuts)
-        self.rounding = fp8_rounding(leaves["weight"]) if "weight" in leaves else None
+        self.rounding = fp8_rounding(params["weight"]) if "weight" in params else None
         self.cut: Literal["inputs", "outputs"] | None = (
-            tp_cut(leaves["weight"]) if "weight" in leaves else None
+            tp_cut(params["weight"]) if "weight" in params else None
         )
         self.fused: tuple[ParameterModule, ...] = (self,)
         """Modules that multiply the same input, this one among them: packed as one matrix."""
@@ -141,10 +141,10 @@ class ParameterModule(nn.Module):
         self._freed: tuple[Weights, Linear] | None = None
         self._multi_lora: MultiLora | None = None
         self._local_multi_lora: MultiLora | None = None
-        for name, leaf in leaves.items():
+        for name, param in params.items():
             # full shape, on meta (build.py): sharding replaces it by this rank's part
-            weight = torch.empty(leaf.shape, dtype=torch.int8 if leaf.int8 else None)
-            setattr(self, name, nn.Parameter(weight, requires_grad=leaf.trained))
+            weight = torch.empty(param.shape, dtype=torch.int8 if param.int8 else None)
+            setattr(self, name, nn.Parameter(weight, requires_grad=param.trained))
 
     def linear(self) -> Linear:
         """Return what multiplies x: weight, bias, adapter, rounding; a packed weight and multi-LoRA
@@ -280,8 +280,8 @@ class RowParallelLinear(ParameterModule):
 
     only_multiplies = True
 
-    def __init__(self, leaves: ParamSpecs, tp: TensorParallel):
-        super().__init__(leaves)
+    def __init__(self, params: ParamSpecs, tp: TensorParallel):
+        super().__init__(params)
         self.tp, self.input_axis = tp, tp.axis
 
     def forward(self, x: Float[Tensor, "tokens in"]) -> Float[Tensor, "here out"]:
@@ -296,8 +296,8 @@ class Norm(ParameterModule):
     own weight.
     """
 
-    def __init__(self, norm: spec.NormSpec, leaves: ParamSpecs, kernels: Kernels):
-        super().__init__(leaves)
+    def __init__(self, norm: spec.NormSpec, params: ParamSpecs, kernels: Kernels):
+        super().__init__(params)
         self.eps = norm.eps
         self.kernel: Literal["passes", "fused"] = kernels.norm
         self.leaf = None if kernels.exact is None else kernels.exact.token_leaf
@@ -330,8 +330,8 @@ class Embedding(ParameterModule):
     tied head uses the same weight without the scale.
     """
 
-    def __init__(self, embedding: spec.EmbeddingSpec, leaves: ParamSpecs, tp: TensorParallel):
-        super().__init__(leaves)
+    def __init__(self, embedding: spec.EmbeddingSpec, params: ParamSpecs, tp: TensorParallel):
+        super().__init__(params)
         self.vocab_size, self.scale, self.tp = embedding.rows, embedding.scale, tp
 
     def forward(self, tokens: Int[Tensor, " tokens"]) -> Float[Tensor, "here hidden"]:
@@ -347,8 +347,8 @@ class Embedding(ParameterModule):
 class PositionEmbedding(ParameterModule):
     """Learned position embedding (GPT-2), replicated over tp: positions [n] -> [n, hidden]."""
 
-    def __init__(self, table: spec.PositionTable, leaves: ParamSpecs):
-        super().__init__(leaves)
+    def __init__(self, table: spec.PositionTable, params: ParamSpecs):
+        super().__init__(params)
         self.offset = table.offset
 
     def forward(self, positions: Int[Tensor, " here"]) -> Float[Tensor, "here hidden"]:
@@ -363,8 +363,8 @@ class ReplicatedLinear(ParameterModule):
 
     only_multiplies = True
 
-    def __init__(self, leaves: ParamSpecs, tp: TensorParallel):
-        super().__init__(leaves)
+    def __init__(self, params: ParamSpecs, tp: TensorParallel):
+        super().__init__(params)
         self.tp = tp
 
     def forward(self, x: Float[Tensor, "here in"]) -> Float[Tensor, "here out"]:

@@ -220,7 +220,7 @@ class Layout:
                 f"({model.layers}): leave it out to recompute all"
             )
         self._check_experts(model)
-        check_sharding(model.leaves, {"tp": self.tp, "ep": self.ep})
+        check_sharding(model.params, {"tp": self.tp, "ep": self.ep})
         if self.pp * self.virtual_stages > model.layers + 2:
             raise ValueError(
                 f"layout.pp ({self.pp}) x layout.virtual-stages ({self.virtual_stages}) = "

@@ -64,15 +64,15 @@ class MLP(Branch):
     * up x), or down(act(up x)) without a gate.
     """
 
-    def __init__(self, mlp: spec.MLPSpec, leaves: ParamSpecs, setting: ModuleContext):
+    def __init__(self, mlp: spec.MLPSpec, params: ParamSpecs, setting: ModuleContext):
         super().__init__()
         activations = ACTIVATIONS if setting.split.tp.exact is None else invariant.ACTIVATIONS
         self.tp, self.act = setting.split.tp, activations[mlp.activation]
-        self.gate = ColumnParallelLinear(select_prefix(leaves, "gate")) if mlp.gated else None
-        self.up = ColumnParallelLinear(select_prefix(leaves, "up"))
+        self.gate = ColumnParallelLinear(select_prefix(params, "gate")) if mlp.gated else None
+        self.up = ColumnParallelLinear(select_prefix(params, "up"))
         if self.gate is not None:
             fuse(self.gate, self.up)
-        self.down = RowParallelLinear(select_prefix(leaves, "down"), self.tp)
+        self.down = RowParallelLinear(select_prefix(params, "down"), self.tp)
 
     @property
     def columns(self) -> list[Linear]:
@@ -104,11 +104,11 @@ class Router(ParameterModule):
     alone, and is moved by training/balance.py, not by gradients.
     """
 
-    def __init__(self, experts: spec.MoESpec, leaves: ParamSpecs):
-        super().__init__({n: leaf for n, leaf in leaves.items() if "." not in n})
+    def __init__(self, experts: spec.MoESpec, params: ParamSpecs):
+        super().__init__({n: param for n, param in params.items() if "." not in n})
         self.k, self.choice = experts.per_token, experts.router
         # GPT-OSS learns a bias of the logits; `bias` acts on the choice alone
-        own = select_prefix(leaves, "logits")
+        own = select_prefix(params, "logits")
         self.logits = ParameterModule(own) if own else None
 
     def forward(
@@ -144,7 +144,7 @@ class Experts(nn.Module):
     P@tp. Weights are stacked, [experts, out, in], and biases [experts, out].
     """
 
-    def __init__(self, experts: spec.MoESpec, leaves: ParamSpecs, split: ModelSplit):
+    def __init__(self, experts: spec.MoESpec, params: ParamSpecs, split: ModelSplit):
         super().__init__()
         self.gated = _gated_activation(experts.activation)
         self.share = float(split.tp.axis.rank == 0)  # of tp, where the bias of `down` joins the sum
@@ -152,9 +152,9 @@ class Experts(nn.Module):
         # number of this rank's first expert: each ep rank has an equal, contiguous range
         first = experts.number // split.ep.size * split.ep.rank
         self.tp = replace(split.tp, tokens=(split.edp,), first_expert=first)
-        self.gate = ParameterModule(select_prefix(leaves, "gate"))
-        self.up = ParameterModule(select_prefix(leaves, "up"))
-        self.down = ParameterModule(select_prefix(leaves, "down"))
+        self.gate = ParameterModule(select_prefix(params, "gate"))
+        self.up = ParameterModule(select_prefix(params, "up"))
+        self.down = ParameterModule(select_prefix(params, "down"))
 
     @profiling.record_function_range("experts")
     def forward(
@@ -214,7 +214,7 @@ class MoE(Component):
     hidden] I@tp (or S(0)@tp) -> the same.
     """
 
-    def __init__(self, experts: spec.MoESpec, leaves: ParamSpecs, setting: ModuleContext):
+    def __init__(self, experts: spec.MoESpec, params: ParamSpecs, setting: ModuleContext):
         super().__init__()
         split, training = setting.split, setting.training.router
         self.tp = split.tp
@@ -229,16 +229,16 @@ class MoE(Component):
         self.z = training.z_loss_coef
         # counts stay on the device; a loop needs them on the host
         self.kernel = split.kernels.grouped == "grouped_mm"
-        self.router = Router(experts, select_prefix(leaves, "router"))
-        self.experts = Experts(experts, select_prefix(leaves, "experts"), split)
+        self.router = Router(experts, select_prefix(params, "router"))
+        self.experts = Experts(experts, select_prefix(params, "experts"), split)
         # computed by every token; entered and left together with the experts, so it costs no
         # collective
         shared = experts.shared
         self.shared = (
-            None if shared is None else MLP(shared, select_prefix(leaves, "shared"), setting)
+            None if shared is None else MLP(shared, select_prefix(params, "shared"), setting)
         )
         self.shared_gate = (
-            ParameterModule(select_prefix(leaves, "shared_gate")) if experts.shared_gate else None
+            ParameterModule(select_prefix(params, "shared_gate")) if experts.shared_gate else None
         )
 
     @property

@@ -126,16 +126,16 @@ def make_optimizer(model: Decoder, config: OptimizerConfig, mesh: Mesh) -> Optim
         return adamw(model, config)
     rules = RULES[config.name]
     by: dict[Rule, dict[str, nn.Parameter]] = {"adamw": {}, "muon": {}}
-    leaves = model.local_specs()
+    params = model.local_specs()
     for name, p in _trainable(model).items():
         # the rule follows the parameter's role, never its name or shape
-        by[rules[leaves[name].role]][name] = p
+        by[rules[params[name].role]][name] = p
     made: list[torch.optim.Optimizer] = []
     if by["muon"]:
         made.append(muon.Muon(by["muon"].values(), config, mesh))
     # a stage without trainable parameters still gets an (empty) AdamW
     if by["adamw"] or not made:
-        made.append(_adamw(by["adamw"], leaves, config))
+        made.append(_adamw(by["adamw"], params, config))
     together = CombinedOptimizer(*made)
     prime(together)
     return together
@@ -155,21 +155,21 @@ def _trainable(model: Decoder) -> dict[str, nn.Parameter]:
 
 def _adamw(
     trained: Mapping[str, nn.Parameter],
-    leaves: Mapping[str, ParamSpec],
+    params: Mapping[str, ParamSpec],
     config: OptimizerConfig,
     fused: bool = True,
 ) -> AdamW:
-    """Build AdamW with two groups: parameters that decay, as their specs in `leaves` say, and those
+    """Build AdamW with two groups: parameters that decay, as their specs in `params` say, and those
     that do not (norms, biases). `fused`: update by torch's one kernel, else by lists of operators.
     """
     groups = [
         {
-            "params": [p for name, p in trained.items() if leaves[name].decays],
+            "params": [p for name, p in trained.items() if params[name].decays],
             "weight_decay": config.weight_decay,
             "kinds": KINDS["adamw"],
         },
         {
-            "params": [p for name, p in trained.items() if not leaves[name].decays],
+            "params": [p for name, p in trained.items() if not params[name].decays],
             "weight_decay": 0.0,
             "kinds": KINDS["adamw"],
         },
@@ -238,17 +238,17 @@ def load(
         raise KeyError(f"no {kind} of {len(wanted)} parameters, e.g. {sorted(wanted)[:3]}")
 
 
-def names(leaves: ParamSpecs, name: Name) -> set[str]:
+def names(params: ParamSpecs, name: Name) -> set[str]:
     """Return the names of all tensors that a checkpoint of the whole model keeps, over all pipeline
     stages, for the optimizer called `name`.
     """
     trained = {
         f"{kind}/{n}"
-        for n, leaf in leaves.items()
-        if leaf.trained
-        for kind in KINDS[RULES[name][leaf.role]]
+        for n, param in params.items()
+        if param.trained
+        for kind in KINDS[RULES[name][param.role]]
     }
-    return trained | {f"{MODEL}{n}" for n in leaves}
+    return trained | {f"{MODEL}{n}" for n in params}
 
 
 def set_step(optimizer: Optimizer, step: int) -> None:

@@ -119,17 +119,17 @@ BACKWARD = 2.5
 
 def block_rows(spec: ModelSpec, number: int, share: RankShare, program: Program) -> Operations:
     """Return the rows of layer `number` for one microbatch of a rank."""
-    leaves = select_prefix(spec.leaves, f"layers.{number}")
-    return _Block(spec.hidden_size, share, program, spec, number, leaves).rows()
+    params = select_prefix(spec.params, f"layers.{number}")
+    return _Block(spec.hidden_size, share, program, spec, number, params).rows()
 
 
 @dataclass(frozen=True)
 class _Block(Maker):
-    """Builds the rows of one block. `number`: its layer; `leaves`: its parameters."""
+    """Builds the rows of one block. `number`: its layer; `params`: its parameters."""
 
     spec: ModelSpec
     number: int
-    leaves: ParamSpecs
+    params: ParamSpecs
 
     @cached_property
     def block(self) -> BlockSpec:
@@ -142,8 +142,8 @@ class _Block(Maker):
         separate = around.additions == 2
         attention = [
             name
-            for name, leaf in self.leaves.items()
-            if name.startswith("attn.") and leaf.products and name != "attn.o.weight"
+            for name, param in self.params.items()
+            if name.startswith("attn.") and param.products and name != "attn.o.weight"
         ]
         steps = [
             self.norm("attn_norm", kind),
@@ -155,11 +155,11 @@ class _Block(Maker):
             ),
         ]
         if separate:
-            steps.append(self.residual_rows("attn.add", "attn.o.bias" in self.leaves))
+            steps.append(self.residual_rows("attn.add", "attn.o.bias" in self.params))
         if around.norm_count > 1:
             steps.append(self.norm("mlp_norm", kind))
         steps += self.features(sends=separate)
-        steps.append(self.residual_rows("mlp.add", "mlp.down.bias" in self.leaves))
+        steps.append(self.residual_rows("mlp.add", "mlp.down.bias" in self.params))
         # norms behind the branches too
         steps += [self.norm("norm", kind)] * (around.norm_count - 2)
         if self.program.fp8:
@@ -173,12 +173,12 @@ class _Block(Maker):
         """Return the shape of the part of a matrix that this rank multiplies. Key and value heads
         that are replicated count only those that this rank's queries use.
         """
-        leaf = self.leaves[name]
-        alone = self.share.folded and leaf.stacked
-        shape = list(leaf.local_shape({"tp": 1 if alone else self.share.tp, "ep": self.share.ep}))
-        for cut in leaf.shards:
+        param = self.params[name]
+        alone = self.share.folded and param.stacked
+        shape = list(param.local_shape({"tp": 1 if alone else self.share.tp, "ep": self.share.ep}))
+        for cut in param.shards:
             if cut.or_replicate and not cut.splits(self.share.tp):
-                shape[cut.dim] = self.share.part(cut.units) * (leaf.shape[cut.dim] // cut.units)
+                shape[cut.dim] = self.share.part(cut.units) * (param.shape[cut.dim] // cut.units)
         return tuple(shape)
 
     def linears(self, module: str, names: list[str]) -> list[Both]:
@@ -210,7 +210,7 @@ class _Block(Maker):
     def heads(self) -> tuple[int, int]:
         """Number of query heads and of key heads on this rank."""
         mixer, size = self.block.mixer, self.block.mixer.head_size
-        k = self.leaves.get("attn.k.weight")
+        k = self.params.get("attn.k.weight")
         return self.share.part(mixer.heads), self.share.part(
             k.shape[0] // size if k else mixer.heads
         )
@@ -325,7 +325,7 @@ class _Block(Maker):
                 self.row_parallel("mlp.down", down),
             ]
         shared: list[Both] = []
-        if "mlp.shared.up.weight" in self.leaves:
+        if "mlp.shared.up.weight" in self.params:
             shared = [*self.up("mlp.shared"), self.activation_rows("mlp.shared")]
             shared += self.linears("mlp.shared", ["mlp.shared.down.weight"])
         down = self.linears("mlp.down", ["mlp.experts.down.weight"])[0]
@@ -347,7 +347,7 @@ class _Block(Maker):
     def up(self, prefix: str) -> list[Both]:
         """Return the rows of the gate and up projections below `prefix`."""
         names = (f"{prefix}.gate.weight", f"{prefix}.up.weight")
-        return self.linears("mlp.up", [name for name in names if name in self.leaves])
+        return self.linears("mlp.up", [name for name in names if name in self.params])
 
     def activation_rows(self, prefix: str) -> Both:
         """Return the rows of the activation function below `prefix`, with the gate's product if
@@ -357,11 +357,11 @@ class _Block(Maker):
         *stack, inner, _ = self.local_shape(f"{prefix}.up.weight")
         rows = self.expert_rows(stack[0], True) * stack[0] if stack else self.share.tokens
         f = self.program.element * rows * inner
-        if f"{prefix}.gate.weight" in self.leaves:
+        if f"{prefix}.gate.weight" in self.params:
             forward = [memory("F", "mlp.act", "gate", (3 if eager else 2) * f, (1 + eager) * f)]
             more = memory("B", "mlp.act", "gate", (5 if eager else 3) * f, (2 + eager) * f)
             return forward, [more]
-        bias = f if f"{prefix}.up.bias" in self.leaves else 0
+        bias = f if f"{prefix}.up.bias" in self.params else 0
         if eager:  # 0.5 x (1 + tanh(a x (1 + b x x))) is nine operations, and backward twice those
             forward = [memory("F", "mlp.act", "act", 12 * f + bias, 9 * f + bias)]
             return forward, [memory("B", "mlp.act", "act", 24 * f + bias, 18 * f)]
@@ -390,7 +390,7 @@ class _Block(Maker):
         products to fp8: each input is read, rounded and written in two layouts, as a product takes
         both factors by rows. Scales are known from the kernel that made the input.
         """
-        name = next(name for name in self.leaves if name.endswith("up.weight"))
+        name = next(name for name in self.params if name.endswith("up.weight"))
         *stack, inner, _ = self.local_shape(name)
         # experts that are multiplied one after another are cast so too
         times = stack[0] if stack and not self.program.grouped else 1

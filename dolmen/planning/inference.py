@@ -94,11 +94,11 @@ def serving(
     """Return memory, seconds per token and bottleneck for one tp."""
     device, size = cluster.device, 4 if dtype == "fp32" else 2
     weights = read = 0
-    for leaf in spec.leaves.values():
-        number = size * math.prod(leaf.local_shape({"tp": tp}))
+    for param in spec.params.values():
+        number = size * math.prod(param.local_shape({"tp": tp}))
         weights += number
         # a small batch reads few experts
-        read += round(number * _active_expert_share(spec, batch)) if leaf.stacked else number
+        read += round(number * _active_expert_share(spec, batch)) if param.stacked else number
     text = cache_bytes(spec, tp, length, size)
     moved = (read + batch * text) / (device.bandwidth * device.streaming)
     # forward only

@@ -35,15 +35,15 @@ class ParameterCount:
         return self.dense + self.experts
 
     @staticmethod
-    def count(leaves: ParamSpecs, sizes: Mapping[str, int]) -> "ParameterCount":
+    def count(params: ParamSpecs, sizes: Mapping[str, int]) -> "ParameterCount":
         """Count the parameters that a rank holds of these leaves. `sizes`: ranks of each axis (tp,
         ep).
         """
         dense = experts = 0
-        for leaf in leaves.values():
-            number = math.prod(leaf.local_shape(sizes))
+        for param in params.values():
+            number = math.prod(param.local_shape(sizes))
             # split over ep too, and sharded over fewer ranks by ZeRO
-            if leaf.stacked:
+            if param.stacked:
                 experts += number
             else:
                 dense += number
@@ -132,9 +132,9 @@ class ModelRanks:
     def _held_blocks(self, tp: int, ep: int) -> list[ParameterCount]:
         """Return the parameters of each kind of layer on one rank of tp and ep."""
         if (tp, ep) not in self._of_blocks:
-            leaves = [select_prefix(self.spec.leaves, f"layers.{i}") for i in self.examples]
+            params = [select_prefix(self.spec.params, f"layers.{i}") for i in self.examples]
             self._of_blocks[tp, ep] = [
-                ParameterCount.count(one, {"tp": tp, "ep": ep}) for one in leaves
+                ParameterCount.count(one, {"tp": tp, "ep": ep}) for one in params
             ]
         return self._of_blocks[tp, ep]
 
@@ -158,13 +158,13 @@ class ModelRanks:
     @cached_property
     def _first(self) -> ParamSpecs:
         """Parameters of the embedding, held by the first stage."""
-        return self.spec.embedding.leaves(self.spec.hidden_size, self.spec.head.tied)
+        return self.spec.embedding.params(self.spec.hidden_size, self.spec.head.tied)
 
     @cached_property
     def _head_params(self) -> ParamSpecs:
         """Parameters outside of layers and embedding (final norm, head), held by the last stage."""
         return {
-            name: leaf
-            for name, leaf in self.spec.leaves.items()
+            name: param
+            for name, param in self.spec.params.items()
             if not name.startswith("layers.") and name not in self._first
         }

@@ -256,14 +256,14 @@ class _Cuts:
     def __init__(self, spec: ModelSpec):
         """Keep one parameter for each kind of sharding in the model."""
         # one parameter per kind of cut
-        self.leaves = {str(leaf.shards): leaf for leaf in spec.leaves.values()}
+        self.params = {str(param.shards): param for param in spec.params.values()}
         self.taken: dict[tuple[str, int], bool] = {}
 
     def take(self, axis: Literal["tp", "ep"], size: int) -> bool:
         """Return whether `size` ranks of an axis can split all parameters."""
         if (axis, size) not in self.taken:
             try:
-                check_sharding(self.leaves, {"tp": 1, "ep": 1, axis: size})
+                check_sharding(self.params, {"tp": 1, "ep": 1, axis: size})
             except ValueError:
                 self.taken[axis, size] = False
             else:

@@ -101,7 +101,7 @@ def full_parameters(model: Decoder, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
     wide = torch.promote_types(state.dtype_of(model), torch.float32)
     # tied embedding and head are both on the boundary stages: the first stage sends the weight
     sent_by_first = None if model.split.first else model.tied_across_ranks
-    for name, spec in model.spec.leaves.items():
+    for name, spec in model.spec.params.items():
         parameter, dtype = local.get(name), torch.int8 if spec.int8 else wide
         if mesh.pp.size == 1:
             yield name, state.gather_full(local[name]).to(dtype)

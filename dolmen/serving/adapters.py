@@ -131,17 +131,17 @@ def _check(low: LowRank, spec: ModelSpec, weights: Weights) -> None:
     """Raise ValueError if an adapter adapts weights that cannot differ by sequence: experts,
     anything but matrices of layers, kv_b of latent attention; or is DoRA while the base is int8.
     """
-    leaves = spec.leaves
+    params = spec.params
     if low.form.kind == "dora" and weights == "int8":
         raise ValueError(_NO_LENGTHS)
     for weight in sorted(low.form.targets):
         # a segment of tokens has one adapter, but is spread over many experts
-        if leaves[weight].stacked:
+        if params[weight].stacked:
             raise ValueError(
                 f"it adapts the experts of {weight}, which is not supported in multi-LoRA "
                 "serving: merge it (dolmen export), or leave experts out"
             )
-        if leaves[weight].role != "matrix":
+        if params[weight].role != "matrix":
             raise ValueError(
                 f"it adapts {weight}, but multi-LoRA serving supports only linear layers of "
                 "blocks: merge it into the base (dolmen export), or leave out the head, "
@@ -204,21 +204,21 @@ def _read_pair(low: LowRank, weight: str, model: Decoder) -> Pair:
     finite in the model's dtype: keys and values of such would spoil other sequences of the KV
     cache.
     """
-    form, leaf, tp = low.form, model.spec.leaves[weight], model.tp.axis
+    form, param, tp = low.form, model.spec.params[weight], model.tp.axis
     weight_here, dtype = local_view(model.get_parameter(weight)), dtype_of(model)
     if weight_here.is_meta and form.kind == "dora":
         raise ValueError(_NO_LENGTHS)
     # one weight at a time: an adapter is not held on the host as a whole
     read = low.tensors(weight)
-    leaves = (form.down(leaf), form.up(leaf), form.magnitude(leaf))
+    params = (form.down(param), form.up(param), form.magnitude(param))
     down, up, *lengths = (
         _local_part(value.to(model.device), own, tp)
-        for value, own in zip(read.values(), leaves, strict=False)
+        for value, own in zip(read.values(), params, strict=False)
     )
     gain = None
     if lengths:
         # row parallel: norms over inputs are sums over tp
-        inputs = any(c.axis == "tp" and c.dim == 1 and c.splits(tp.size) for c in leaf.shards)
+        inputs = any(c.axis == "tp" and c.dim == 1 and c.splits(tp.size) for c in param.shards)
         own = tensor.Adapter(down, up, form.scale, lengths[0], over_inputs=inputs)
         # DoRA (2402.09353): magnitude / norm of (W + scale * up down), fixed at inference
         gain = own.gain(weight_here, tp)
@@ -240,12 +240,12 @@ def _read_pair(low: LowRank, weight: str, model: Decoder) -> Pair:
 
 
 def _local_part(
-    whole: Float[Tensor, "*whole"], leaf: ParamSpec, tp: Axis
+    whole: Float[Tensor, "*whole"], param: ParamSpec, tp: Axis
 ) -> Float[Tensor, "*here"]:
-    """Return this rank's tp shard of a parameter, or all of it if it is replicated. `leaf`: its
+    """Return this rank's tp shard of a parameter, or all of it if it is replicated. `param`: its
     spec.
     """
-    for one in leaf.shards:
+    for one in param.shards:
         if one.axis == "tp" and one.splits(tp.size):
             whole = collectives.local_part(whole, one.dim, tp)
     return whole

@@ -108,7 +108,7 @@ def load_initial(model: Decoder, source: ModelSource | None, run: RunConfig) -> 
         build.initialize(model, run.train.seed)
         return
     # names decide the random numbers, so what is sampled does not depend on what is loaded
-    stored = [name for name, _ in model.named_parameters() if name in source.spec.leaves]
+    stored = [name for name, _ in model.named_parameters() if name in source.spec.params]
     build.initialize(model, run.train.seed, stored)
     # rounded once, from the stored dtype to the master weights'
     masters = cast_source(source, master_dtype(run.train.dtype))

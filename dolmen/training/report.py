@@ -149,9 +149,9 @@ def describe_fp8(run: RunConfig) -> str:
     """Return a description of the share of the model's multiply-adds that is computed in eight
     bits.
     """
-    leaves = run.trained.leaves.values()
-    rounded = sum(leaf.products for leaf in leaves if leaf.fp8 is not None)
-    total = sum(leaf.products for leaf in leaves)
+    params = run.trained.params.values()
+    rounded = sum(param.products for param in params if param.fp8 is not None)
+    total = sum(param.products for param in params)
     share = f"{rounded / total:.0%} of its matrix multiply-adds"
     return f"{share}, the rest in {run.train.dtype}"
 
@@ -172,12 +172,12 @@ def describe_int8(run: RunConfig) -> str:
     """Return a description of the memory that frozen int8 weights take over all ranks, and would
     take unquantized; "" without any.
     """
-    leaves = run.trained.leaves.values()
+    params = run.trained.params.values()
     wide = master_dtype(run.train.dtype).itemsize
-    was = sum(leaf.elements for leaf in leaves if leaf.int8) * wide
+    was = sum(param.elements for param in params if param.int8) * wide
     if not was:
         return ""
-    now = was // wide + sum(leaf.elements for leaf in leaves if leaf.role == "scale") * wide
+    now = was // wide + sum(param.elements for param in params if param.role == "scale") * wide
     return f"; {size(was, 'B')} of the frozen ones are stored in int8 ({size(now, 'B')})"
 
 

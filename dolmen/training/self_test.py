@@ -94,7 +94,7 @@ def product_shapes(
     """Return the products of each weight that tp splits: output, input and weight gradient."""
     tokens, one, leaves = microbatch_size * exact.tokens, exact.tokens, exact.tp
     shapes = []
-    for leaf in dict.fromkeys(spec.leaves.values()):
+    for leaf in dict.fromkeys(spec.params.values()):
         if leaf.role == "head":
             # multiplied a sequence at a time
             out, block = -(-leaf.shape[0] // tp), exact.block(leaf.shape[0])

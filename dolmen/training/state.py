@@ -71,11 +71,11 @@ class NewRows:
         """Zero the gradients of old rows in embedding and head, and remove all other gradients
         (None), in place; after backward, on every rank.
         """
-        leaves = model.local_specs()
+        params = model.local_specs()
         for name, p in model.named_parameters():
             if p.grad is None:
                 continue
-            if leaves[name].is_vocabulary:
+            if params[name].is_vocabulary:
                 # tables are sharded by rows: a rank may have old rows only, new rows only, or both
                 old = max(0, self.first - region(p)[0].start)  # rows of this rank
                 local_view(p.grad)[:old].zero_()
@@ -221,7 +221,7 @@ class TrainState:
         """Return the checkpoint names of all tensors of the model and critic, including those on
         other pipeline stages.
         """
-        specs = self.model.spec.leaves
+        specs = self.model.spec.params
         critic = set() if self.critic is None else self.critic.state.names()
         own = optim.names(specs, self.config.name) | {
             f"{kind}/{name}"

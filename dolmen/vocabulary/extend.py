@@ -217,12 +217,12 @@ class TokenRows:
     pieces: Mapping[int, Sequence[int]]
     config: VocabExtendConfig
 
-    def enlarge(self, name: str, leaf: ParamSpec, old: Tensor, std: float) -> Tensor:
-        """Return `old` enlarged to the shape of `leaf`, with rows for new tokens (mean, random or
+    def enlarge(self, name: str, param: ParamSpec, old: Tensor, std: float) -> Tensor:
+        """Return `old` enlarged to the shape of `param`, with rows for new tokens (mean, random or
         zero; `std` is the model's initializer range). Padding rows behind the last token stay, or
         are 0. `name` seeds random rows.
         """
-        whole = old.new_zeros(leaf.shape)
+        whole = old.new_zeros(param.shape)
         # rows of old tokens, and padding behind them
         whole[: len(old)] = old
         ids = torch.tensor(sorted(self.pieces))
@@ -230,9 +230,9 @@ class TokenRows:
             case "mean":
                 self._means(whole, old, ids)
             # a bias of the head, for example, starts at 0
-            case "random" if leaf.initial == "normal":
-                random_rows = torch.empty(leaf.shape, dtype=torch.float32)
-                state.fill_normal(random_rows, name, self.config.seed, std * leaf.std_scale)
+            case "random" if param.initial == "normal":
+                random_rows = torch.empty(param.shape, dtype=torch.float32)
+                state.fill_normal(random_rows, name, self.config.seed, std * param.std_scale)
                 whole[ids] = random_rows[ids].to(whole.dtype)
             case _:
                 whole[ids] = 0
@@ -299,9 +299,9 @@ class ExtendedSource(WeightsAlone):
     @cached_property
     def specs(self) -> Mapping[str, Spec]:
         """Enlarged shape and unchanged dtype of each parameter."""
-        leaves = self.spec.leaves
+        params = self.spec.params
         return {
-            name: Spec(leaves[name].shape, one.dtype) for name, one in self.source.specs.items()
+            name: Spec(params[name].shape, one.dtype) for name, one in self.source.specs.items()
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -311,10 +311,10 @@ class ExtendedSource(WeightsAlone):
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
         """Read one parameter, enlarged if it has a row per token."""
-        leaf, old = self.spec.leaves[name], self.source.read(name)
-        if not leaf.is_vocabulary:
+        param, old = self.spec.params[name], self.source.read(name)
+        if not param.is_vocabulary:
             return old
-        return self.rows.enlarge(name, leaf, old, self.spec.initializer_range)
+        return self.rows.enlarge(name, param, old, self.spec.initializer_range)
 
 
 def measure(

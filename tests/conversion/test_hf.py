@@ -80,7 +80,7 @@ def test_shards_and_dtypes(tmp_path):
         and (folder / "model.safetensors.index.json").is_file()
     )
     config, ours = hf.read_config(folder), loaded(folder)
-    assert config.dtype == "bfloat16" and list(ours) == list(LLAMA.spec.leaves)
+    assert config.dtype == "bfloat16" and list(ours) == list(LLAMA.spec.params)
     assert all(torch.equal(ours[name], tensor.bfloat16()) for name, tensor in random(LLAMA).items())
     # the dtype of the source, without being told
     hf_export.save(tmp_path / "again", config, ours.__getitem__)
@@ -190,7 +190,7 @@ def test_tied_head(tmp_path):
     folder = saved(TIED, tmp_path / "m")
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
     edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    assert loaded(folder).keys() == TIED.spec.leaves.keys()
+    assert loaded(folder).keys() == TIED.spec.params.keys()
     edit(folder, lambda t: t["lm_head.weight"][7, 3].add_(1e-3))
     _ = open_source(folder, TIED).specs
     for use in (loaded, lambda folder: open_source(folder).read("embed.weight")):
@@ -213,7 +213,7 @@ def test_gpt2_without_prefix_and_with_masks(tmp_path):
 
     edit(folder, as_published)
     ours = loaded(folder)
-    assert ours.keys() == GPT2.spec.leaves.keys()
+    assert ours.keys() == GPT2.spec.params.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in random(GPT2).items())
     edit(folder, lambda t: t.update({"transformer.wte.weight": t["wte.weight"].clone()}))
     with pytest.raises(ValueError, match="transformer.wte.weight twice"):
@@ -225,7 +225,7 @@ def test_old_rope_buffers_are_ignored_by_name(tmp_path):
     edit(
         folder, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)})
     )
-    assert loaded(folder).keys() == LLAMA.spec.leaves.keys()
+    assert loaded(folder).keys() == LLAMA.spec.params.keys()
     edit(
         folder,
         lambda t: t.update({"model.layers.0.self_attn.rotary_emb.cos_cached": torch.zeros(4)}),
@@ -350,7 +350,7 @@ def test_weights_from_before_safetensors(tmp_path, archive, shards):
         index = older / "pytorch_model.bin.index.json"
         index.write_text(json.dumps({"weight_map": places}))
     ours = loaded(older)
-    assert ours.keys() == TIED.spec.leaves.keys()
+    assert ours.keys() == TIED.spec.params.keys()
     assert all(torch.equal(ours[name], tensor) for name, tensor in random(TIED).items())
     if shards > 1:
         for outside in ("../m/model.safetensors", "/etc/passwd", "none.bin"):

@@ -137,7 +137,7 @@ def test_a_moment_of_a_norm_that_is_stored_less_one(laid, tmp_path):
     for kind in MOMENTS:
         assert same(source.moments.kinds[kind], where / kind)
     expected = open_source(where / "param")
-    norms = [name for name, leaf in source.spec.leaves.items() if leaf.role == "norm"]
+    norms = [name for name, param in source.spec.params.items() if param.role == "norm"]
     name = next(name for name in norms if name.endswith("norm.weight"))
     assert torch.equal(source.precise.read(name), expected.read(name) + 1)
 

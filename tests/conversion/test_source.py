@@ -94,7 +94,7 @@ def built(layout: Layout, mesh: Mesh, model: Model, training: Training, seed: in
     build.initialize(made, seed)
     with torch.no_grad():  # a bias of routers begins with zeros, as a place that nobody fills has
         for name, p in made.named_parameters():
-            if not made.spec.leaves[name].trained:
+            if not made.spec.params[name].trained:
                 p += torch.arange(len(p)) + 1.0
     return made
 
@@ -304,14 +304,14 @@ def test_one_tensor_of_a_checkpoint_is_resident(kept, monkeypatch, tmp_path):
     monkeypatch.setattr(Checkpoint, "read", read_alone)
     load_weights(open_source(kept), lambda name, whole: None)
     hf_export.write(open_source(kept), tmp_path / "hf")
-    assert len(made) == 2 * len(MODELS["gpt2"].spec.leaves)
+    assert len(made) == 2 * len(MODELS["gpt2"].spec.params)
 
 
 def test_a_bias_that_training_added_is_part_of_a_run(tmp_path):
     """No config.json has a place for it, so the run computes with it and is not exported."""
     run = save(tmp_path / "run", MODELS["qwen3_moe"], train=BALANCED)
     source, bias = open_source(run), "layers.1.mlp.router.bias"
-    assert bias in source.specs and bias not in source.model.spec.leaves
+    assert bias in source.specs and bias not in source.model.spec.params
     model = engine.load_decoder(source)
     assert torch.equal(model.get_parameter(bias), torch.arange(4) + 1.0)
     with pytest.raises(ValueError, match="train.router.balance is bias: transformers' qwen3_moe"):

@@ -93,12 +93,12 @@ def test_parameters_of_published_models(content):
     config = transformers.AutoConfig.for_model(**{n: v for n, v in content.items()})
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config)
-    biases = sum(leaf.elements for leaf in spec.leaves.values() if not leaf.trained)
+    biases = sum(param.elements for param in spec.params.values() if not param.trained)
     assert count.parameters(spec) == theirs.num_parameters() + biases
     # in billions, of which so many compute a token, as their papers say
     whole, active = {27: (15.7, 2.4), 60: (236, 21), 61: (671, 37)}[spec.layers]
     assert count.parameters(spec) / 1e9 == pytest.approx(whole, rel=0.003)
-    matrices = sum(leaf.products for leaf in spec.leaves.values())
+    matrices = sum(param.products for param in spec.params.values())
     assert matrices / 1e9 == pytest.approx(active, rel=0.08)
 
 
@@ -136,9 +136,9 @@ def test_layouts_that_cannot_be():
     with pytest.raises(
         ValueError, match=r"num_attention_heads \(16\) is not divisible by tp \(3\)"
     ):
-        check_sharding(spec.leaves, {"tp": 3, "ep": 1})
+        check_sharding(spec.params, {"tp": 3, "ep": 1})
     with pytest.raises(ValueError, match=r"num_experts \(64\) is not divisible by ep \(6\)"):
-        check_sharding(spec.leaves, {"tp": 1, "ep": 6})
+        check_sharding(spec.params, {"tp": 1, "ep": 6})
     with pytest.raises(ValueError, match="activation memory is known only for plain attention"):
         count.activation_bytes_per_layer(spec, 1, 8)
 

@@ -41,7 +41,7 @@ def test_logits(case, tmp_path):
     torch.testing.assert_close(
         engine.run_whole(ours, tokens, head.compute_logits), expected, rtol=0, atol=1e-4
     )
-    norms = [n for n in source.spec.leaves if n.startswith("layers.1.") and "norm" in n]
+    norms = [n for n in source.spec.params if n.startswith("layers.1.") and "norm" in n]
     felt = [name for name in (*norms[:1], *FELT) if name in parameters]
     assert len(felt) >= 3
     for name in felt:  # each is felt, 100 times the tolerance

@@ -205,7 +205,7 @@ def test_falcon_refuses_what_no_class_computes():
     with pytest.raises(
         ValueError, match=r"num_attention_heads \(71\) is not divisible by tp \(2\)"
     ):
-        check_sharding(Model(FALCON_7B).spec.leaves, {"tp": 2, "ep": 1})
+        check_sharding(Model(FALCON_7B).spec.params, {"tp": 2, "ep": 1})
 
 
 def test_a_quantisation_is_refused_in_one_line():

@@ -117,7 +117,7 @@ def test_a_stack_is_read_whole_and_written_apart():
     ours = dict(
         assemble([found[n] for n in names], lambda name: (read.append(name), stored[name])[1])
     )
-    assert sorted(read) == sorted(names) and ours.keys() == EXPERTS.spec.leaves.keys()
+    assert sorted(read) == sorted(names) and ours.keys() == EXPERTS.spec.params.keys()
     for i in range(12):
         assert torch.equal(
             ours[STACK.format(1)][i],

@@ -160,11 +160,11 @@ def unscaled(patch):
 
 def untyped_router(patch):
     """The gradient of a router is not declared Partial."""
-    leaves = spec.RouterSpec.leaves
+    params = spec.RouterSpec.params
     patch.setattr(
         spec.RouterSpec,
-        "leaves",
-        lambda *sizes: {n: replace(leaf, gradient="own") for n, leaf in leaves(*sizes).items()},
+        "params",
+        lambda *sizes: {n: replace(param, gradient="own") for n, param in params(*sizes).items()},
     )
 
 

@@ -100,8 +100,8 @@ def watch(model: Decoder) -> set[str]:
     """
     seen = set()
 
-    def weight(kind, leaf):
-        return lambda module, args: seen.add(f"{kind} {state.local(leaf.weight).dtype}")
+    def weight(kind, param):
+        return lambda module, args: seen.add(f"{kind} {state.local(param.weight).dtype}")
 
     def result(kind):
         return lambda m, args, y: seen.add(f"{kind} {(y[0] if isinstance(y, tuple) else y).dtype}")

@@ -215,7 +215,7 @@ def adapted(
     """Frozen, with adapters on every matrix. Their products are felt: 4 times as large as they are,
     and as large again as rank 3 of 32 leaves them.
     """
-    weights = (n for n, leaf in config.spec.leaves.items() if leaf.role in ADAPTED)
+    weights = (n for n, param in config.spec.params.items() if param.role in ADAPTED)
     adapter = LoraSpec(rank=3, alpha=12.0, targets=frozenset(weights), frozen=frozen, kind=kind)
     return replace(config, training=replace(config.training, adapter=adapter, **training))
 

@@ -71,7 +71,7 @@ RANK, ALPHA, TOKENS = 4, 6.0, 9
 
 
 def adapted(model: Tiny, rank: int = RANK) -> Tiny:
-    weights = (name for name, leaf in model.spec.leaves.items() if leaf.role in ADAPTED)
+    weights = (name for name, param in model.spec.params.items() if param.role in ADAPTED)
     return replace(model, training=Training(adapter=LoraSpec(rank, ALPHA, frozenset(weights))))
 
 
@@ -96,7 +96,7 @@ def merged(model: Decoder, name: str, dtype: torch.dtype = torch.float64) -> Dec
     plain, parts = build(MODELS[name], SINGLE, dtype=dtype), dict(model.named_parameters())
 
     def stream(write):
-        for weight in MODELS[name].spec.leaves:
+        for weight in MODELS[name].spec.params:
             value = parts[weight]
             if weight in model.spec.adapter.targets:
                 down, up = (parts[one] for one in LoraSpec.pair(weight))
@@ -165,8 +165,10 @@ def test_what_is_frozen_has_no_gradient(name):
     for parameter, p in model.named_parameters():
         assert (p.grad is not None) == ("lora_" in parameter) == p.requires_grad, parameter
     spec = model.spec
-    leaves = spec.leaves
-    assert {n for n, leaf in leaves.items() if leaf.trained} == {n for n in leaves if "lora_" in n}
+    params = spec.params
+    assert {n for n, param in params.items() if param.trained} == {
+        n for n in params if "lora_" in n
+    }
     assert parameters(spec) == sum(p.numel() for p in model.parameters())
     assert trainable_parameters(spec) == sum(
         p.numel() for p in model.parameters() if p.requires_grad
@@ -176,9 +178,9 @@ def test_what_is_frozen_has_no_gradient(name):
 def test_a_scalar_head_is_trained_too():
     """It is new: frozen, its random values would be the reward."""
     model = adapted(MODELS["llama"])
-    leaves = replace(model.training.apply_to(model.spec), head=ScalarHeadSpec()).leaves
-    trained = {n for n, leaf in leaves.items() if leaf.trained}
-    assert trained == {n for n in leaves if "lora_" in n} | {"score.weight"}
+    params = replace(model.training.apply_to(model.spec), head=ScalarHeadSpec()).params
+    trained = {n for n, param in params.items() if param.trained}
+    assert trained == {n for n in params if "lora_" in n} | {"score.weight"}
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "deepseek_v3"])
@@ -199,8 +201,8 @@ def test_frozen_weights_compute_nothing(name):
     matrices = training_flops_per_token(spec, TOKENS) - attention_flops_per_token(spec, TOKENS)
     entering = ("attn.q", "attn.k", "attn.v", "attn.q_a", "attn.kv_a")
     unasked = sum(
-        2 * leaf.products
-        for n, leaf in spec.leaves.items()
+        2 * param.products
+        for n, param in spec.params.items()
         if n.startswith("layers.0.") and n.rpartition(".")[0].endswith(entering)
         if not n.endswith("lora_B")  # of what A has made there is a gradient
     )
@@ -216,13 +218,13 @@ PARTIAL = {  # of tp 2 with one key-value head: A and B of each kind of linear
 }
 
 
-def test_leaves_follow_from_their_weights():
+def test_params_follow_from_their_weights():
     """Which of the two a cut goes to, and whose gradient is a partial sum over tp."""
     model = adapted(Tiny(Flat(**SIZES | dict(num_key_value_heads=1)).spec))
-    leaves = model.training.apply_to(model.spec).leaves
+    params = model.training.apply_to(model.spec).params
     tp = TensorParallel(Axis("tp", 2))
     for part, partial in PARTIAL.items():
-        weight, down, up = (leaves[f"layers.0.{part}.{n}"] for n in ("weight", "lora_A", "lora_B"))
+        weight, down, up = (params[f"layers.0.{part}.{n}"] for n in ("weight", "lora_A", "lora_B"))
         assert down.shape == (RANK, weight.shape[1]) and up.shape == (weight.shape[0], RANK)
         assert (is_partial(down, tp), is_partial(up, tp)) == partial
         assert {cut.dim for cut in down.shards} <= {1} and {cut.dim for cut in up.shards} <= {0}
@@ -231,12 +233,12 @@ def test_leaves_follow_from_their_weights():
         assert (down.products, up.products) == (down.elements, up.elements)
         assert up.scale == ALPHA / RANK
     experts = adapted(MODELS["qwen3_moe"])
-    leaves = experts.training.apply_to(experts.spec).leaves
+    params = experts.training.apply_to(experts.spec).params
     for part, (down_cuts, up_cuts) in {
         "gate": (["ep"], ["ep", "tp"]),
         "down": (["ep", "tp"], ["ep"]),
     }.items():
-        down, up = (leaves[f"layers.0.mlp.experts.{part}.lora_{n}"] for n in "AB")
+        down, up = (params[f"layers.0.mlp.experts.{part}.lora_{n}"] for n in "AB")
         assert [cut.axis for cut in down.shards] == down_cuts
         assert [cut.axis for cut in up.shards] == up_cuts
         assert isinstance(placements(down, {"tp": 2, "ep": 2}), tuple)
@@ -268,8 +270,8 @@ CONFIGS = {
 def test_targets_are_named_as_in_transformers(name):
     model, (asked, ours) = CONFIGS[name], TARGETS[name]
     of = {f"layers.{i}.{part}.weight" for part in ours for i in range(2)}
-    assert targets(model, asked) == of & model.spec.leaves.keys()
-    roles = {n: leaf.role for n, leaf in model.spec.leaves.items()}
+    assert targets(model, asked) == of & model.spec.params.keys()
+    roles = {n: param.role for n, param in model.spec.params.items()}
     assert targets(model, ["all-linear"]) == {n for n, role in roles.items() if role in ADAPTED}
 
 
@@ -372,8 +374,8 @@ def test_a_frozen_weight_in_eight_bits_is_its_restored_one(name):
     held = {n: p.detach() for n, p in model.named_parameters()}
     plain = made(whole)
     with torch.no_grad():
-        for weight, leaf in MODELS[name].spec.leaves.items():
-            if leaf.role in ADAPTED:
+        for weight, param in MODELS[name].spec.params.items():
+            if param.role in ADAPTED:
                 w = plain.get_parameter(weight)
                 assert held[weight].dtype == torch.int8 != held[weight + "_scale"].dtype
                 scale = (w.abs().amax(-1, keepdim=True).float() / 127).double()

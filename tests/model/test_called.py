@@ -200,7 +200,7 @@ def called(model: Decoder) -> dict[str, int]:
     with Called() as seen:
         model(batch.tokens, end, documents=batch.documents, positions=batch.positions).backward()
     for name, p in model.named_parameters():
-        assert p.grad is not None or not model.spec.leaves[name].trained, name
+        assert p.grad is not None or not model.spec.params[name].trained, name
     return dict(seen.found)
 
 

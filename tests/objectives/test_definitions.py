@@ -126,10 +126,10 @@ def texts(model: torch.nn.Module, given: Batch) -> Tensor:
 def compare(ours: Decoder, source: ModelSource, theirs: torch.nn.Module) -> None:
     """Gradients of all parameters that both have."""
     gradients = {name: p.grad for name, p in ours.named_parameters()}
-    leaves = source.spec.leaves
+    params = source.spec.params
 
     def full(name: str) -> Tensor:
-        return gradients.get(name, torch.zeros(leaves[name].shape).double())
+        return gradients.get(name, torch.zeros(params[name].shape).double())
 
     got = dict(exported_trained(source.model, full))
     wanted = {name: p.grad for name, p in theirs.named_parameters() if name in got}

@@ -158,23 +158,23 @@ def test_every_role_has_a_rule_and_matrices_have_muons():
     for name, rules in RULES.items():
         assert rules.keys() == set(get_args(Role)) and set(rules.values()) <= KINDS.keys(), name
     for name, config in MODELS.items():
-        leaves = config.spec.leaves
-        by_muon = {n for n, leaf in leaves.items() if RULES["muon"][leaf.role] == "muon"}
-        assert by_muon == set(filter(is_hidden, leaves)), name
+        params = config.spec.params
+        by_muon = {n for n, param in params.items() if RULES["muon"][param.role] == "muon"}
+        assert by_muon == set(filter(is_hidden, params)), name
 
 
 def test_a_checkpoint_has_what_the_rule_of_each_parameter_keeps():
     for config in MODELS.values():
         made = model(config)
         kept = tensors(made, make_optimizer(made, MUON, SINGLE))
-        assert kept.keys() == names(made.spec.leaves, "muon")
+        assert kept.keys() == names(made.spec.params, "muon")
         for n, p in made.named_parameters():
             kinds = ("momentum",) if is_hidden(n) else ("exp_avg", "exp_avg_sq")
             found = {
                 kind for kind in ("momentum", "exp_avg", "exp_avg_sq") if f"{kind}/{n}" in kept
             }
             assert found == (set(kinds) if p.requires_grad else set()), n
-        assert tensors(made, primed(made)).keys() == names(made.spec.leaves, "adamw")
+        assert tensors(made, primed(made)).keys() == names(made.spec.params, "adamw")
 
 
 def primed(made: nn.Module):

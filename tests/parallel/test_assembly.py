@@ -88,7 +88,7 @@ def as_rank(layout: Layout, rank: int):
 
 
 def hidden(model: Decoder) -> dict[str, torch.nn.Parameter]:
-    roles = {n: leaf.role for n, leaf in model.local_specs().items()}
+    roles = {n: param.role for n, param in model.local_specs().items()}
     return {n: p for n, p in model.named_parameters() if roles[n] in ("matrix", "expert")}
 
 
@@ -98,16 +98,16 @@ def assembled(config: Flat, layout: Layout, mesh: Mesh) -> tuple[dict, Assembly]
     return parameters, Assembly(list(parameters.values()), mesh, flops)
 
 
-def closed_form(leaf: ParamSpec, layout: Layout) -> int:
+def closed_form(param: ParamSpec, layout: Layout) -> int:
     """Elements of a parameter that all ranks of its stage send (docs/concepts/optimizers.md)."""
-    n, T = leaf.elements, layout.tp
+    n, T = param.elements, layout.tp
     fsdp = layout.dp * layout.cp
-    experts = leaf.role == "expert"
+    experts = param.role == "expert"
     F = fsdp // layout.ep if experts else fsdp
     if experts and layout.zero:  # each rank of edp has experts of its own
-        assert leaf.shape[0] // layout.ep % F == 0
+        assert param.shape[0] // layout.ep % F == 0
         F = 1
-    by_tp = any(cut.axis == "tp" and cut.splits(T) for cut in leaf.shards)
+    by_tp = any(cut.axis == "tp" and cut.splits(T) for cut in param.shards)
     lines = 1 if by_tp else T
     there = (lines * n * (F - 1) // F if layout.zero else 0) + (n * (T - 1) // T if by_tp else 0)
     over_tp = n * (T - 1) // T if by_tp else n * (T - 1)
@@ -137,18 +137,18 @@ def of_all_ranks(config: Flat, layout: Layout) -> tuple[int, Counter, list[list[
 
 
 def hidden_leaves(config: Flat) -> list[ParamSpec]:
-    return [leaf for leaf in config.spec.leaves.values() if leaf.role in ("matrix", "expert")]
+    return [param for param in config.spec.params.values() if param.role in ("matrix", "expert")]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_owners_and_bytes(name):
     config, layout = CASES[name]
     sent, owned, stages = of_all_ranks(config, layout)
-    leaves, shapes = hidden_leaves(config), Counter()
-    for leaf in leaves:
-        shapes[leaf.shape[-2:]] += leaf.shape[0] if len(leaf.shape) == 3 else 1
+    params, shapes = hidden_leaves(config), Counter()
+    for param in params:
+        shapes[param.shape[-2:]] += param.shape[0] if len(param.shape) == 3 else 1
     assert owned == shapes, "each matrix has one owner"
-    assert sent == sum(closed_form(leaf, layout) for leaf in leaves)
+    assert sent == sum(closed_form(param, layout) for param in params)
     most = max(flops(*shape) for shape in shapes)
     assert all(max(work) - min(work) <= most for work in stages), "work is divided"
 
@@ -157,7 +157,7 @@ def test_others_work_where_experts_are_not_equally_many():
     """6 experts over ep 2 x edp 2 are 2, 2, 1 and 1: who has less of them owns more of the rest."""
     config = replace(ODD, num_hidden_layers=8)
     _, _, (work,) = of_all_ranks(config, Layout(dp=4, ep=2, zero=2))
-    most = max(flops(*leaf.shape[-2:]) for leaf in hidden_leaves(config))
+    most = max(flops(*param.shape[-2:]) for param in hidden_leaves(config))
     assert 3 * 8 * flops(5, 19) > 2 * most and max(work) - min(work) <= most
 
 
@@ -200,7 +200,7 @@ def there_and_back(config: Flat, layout: Layout) -> None:
     of_all = Counter(number for rank in everyone for number in rank)
     assert set(of_all.values()) == {1}
     assert {n for n, _ in of_all} == {
-        n for n, leaf in config.spec.leaves.items() if leaf in hidden_leaves(config)
+        n for n, param in config.spec.params.items() if param in hidden_leaves(config)
     }
 
 

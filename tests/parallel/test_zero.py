@@ -252,7 +252,7 @@ def test_the_summary(zero):
         )
 
 
-ADAPTED = [n for n, leaf in CONFIG.spec.leaves.items() if leaf.role == "matrix"]
+ADAPTED = [n for n, param in CONFIG.spec.params.items() if param.role == "matrix"]
 
 
 @pytest.mark.slow
@@ -269,7 +269,7 @@ def test_what_is_frozen_holds_no_gradient(zero, microbatches):
     records = [p for unit in data.units(model) for p in managed(unit)]
     frozen = [p for p in records if not p.sharded_param.requires_grad]
     own = [p for p in records if p.sharded_param.requires_grad]
-    assert len(frozen) == len(CONFIG.spec.leaves) and len(own) == 2 * len(ADAPTED)
+    assert len(frozen) == len(CONFIG.spec.params) and len(own) == 2 * len(ADAPTED)
     optimizer, tokens = adamw(model, OptimizerConfig()), torch.zeros(1, 2, dtype=torch.long)
     held_at_once = []
     for watched in (frozen, own):

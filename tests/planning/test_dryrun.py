@@ -374,9 +374,9 @@ def test_a_plan_adds_gradients_as_a_step_does():
     planned = moved(row for row in every if row.op == f"add of {WEIGHTS}")
     rows = dryrun(run, 0, hardware=H100, exact=True).rows
     added = moved(row for row in rows if row.action == "B1" and row.op == "add_")
-    leaves = spec.leaves.values()
-    norms = 10 * sum(leaf.shape[0] for leaf in leaves if len(leaf.shape) == 1)
-    assert added == planned + norms == 10 * sum(math.prod(leaf.shape) for leaf in leaves)
+    params = spec.params.values()
+    norms = 10 * sum(param.shape[0] for param in params if len(param.shape) == 1)
+    assert added == planned + norms == 10 * sum(math.prod(param.shape) for param in params)
 
 
 def moved(rows: Iterable[LedgerRow]) -> int:
@@ -460,8 +460,8 @@ def test_products_of_eight_bits_are_as_many():
         for one in (None, "fp8-rowwise")
     )
     assert rounded.flops == plain.flops
-    leaves = Model(LLAMA).spec.leaves.items()
-    inside = sum(leaf.elements for n, leaf in leaves if "layers." in n and leaf.role == "matrix")
+    params = Model(LLAMA).spec.params.items()
+    inside = sum(param.elements for n, param in params if "layers." in n and param.role == "matrix")
     found = sum(row.flops * row.times for row in rounded.rows if row.dtype == "fp8")
     assert found == 4 * 3 * 2 * LENGTH * inside
 

@@ -161,7 +161,7 @@ def test_the_fullest_rank_is_the_fullest_of_all(name):
 def test_every_parameter_is_held_once_and_a_tied_table_twice():
     """At ZeRO 0, of one rank of tp: what two ranks of tp both hold is small."""
     spec = RECIPES["gpt-1.7b"]().spec
-    table = spec.leaves["embed.weight"].elements
+    table = spec.params["embed.weight"].elements
     for pp, name, chunks, twice in (
         (1, "1f1b", 1, 0),
         (3, "1f1b", 1, 1),

@@ -28,17 +28,17 @@ DENSE = ("q", "k", "v", "o", "gate", "up", "down", "q_a", "q_b", "kv_a")
 
 def low(spec: ModelSpec, seed: int, rank: int, modules=DENSE, **form) -> LowRank:
     """An adapter that is felt on the dense weights of these modules."""
-    leaves = spec.leaves
+    params = spec.params
     targets = frozenset(
         name
-        for name, leaf in leaves.items()
-        if leaf.role == "matrix" and not leaf.stacked and name.split(".")[-2] in modules
+        for name, param in params.items()
+        if param.role == "matrix" and not param.stacked and name.split(".")[-2] in modules
     )
     made = LoraSpec(rank, alpha=6.0, targets=targets, **form)
     chance, found = torch.Generator().manual_seed(seed), {}
     for weight in sorted(targets):
-        leaf = leaves[weight]
-        shapes = [made.down(leaf).shape, made.up(leaf).shape, made.magnitude(leaf).shape]
+        param = params[weight]
+        shapes = [made.down(param).shape, made.up(param).shape, made.magnitude(param).shape]
         for name, shape in zip(names(made, weight), shapes, strict=False):
             drawn = torch.rand(shape, generator=chance)
             found[name] = Held(drawn + 0.5 if len(shape) == 1 else (drawn - 0.5) / 4)

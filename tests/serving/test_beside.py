@@ -223,7 +223,7 @@ def test_a_name_that_is_not_there_is_told_with_those_that_are():
 
 def test_what_cannot_be_multiplied_by_itself_is_refused():
     spec = decoder("latent").spec
-    expert = next(name for name, leaf in spec.leaves.items() if leaf.stacked)
+    expert = next(name for name, param in spec.params.items() if param.stacked)
     ignored = "multi-LoRA serving supports only linear layers.* merge it into the base"
     known = low(spec, 1, rank=2)
     adapters._check(known, spec, "stated")

@@ -355,7 +355,7 @@ def written(folder, base, seed: int):
     tensors = {}
     for module, weight in peft._modules(source.model).items():
         if weight.endswith((".q.weight", ".up.weight", ".down.weight")):
-            out, inp = source.spec.leaves[weight].shape
+            out, inp = source.spec.params[weight].shape
             for kind, shape in zip(peft.KINDS[:2], ((3, inp), (out, 3)), strict=True):
                 drawn = torch.randn(shape, generator=chance)
                 tensors[f"{peft.PREFIX}{module}.{kind}"] = drawn

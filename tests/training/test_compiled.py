@@ -51,7 +51,7 @@ def rounded(config: Flat) -> Tiny:
 
 def adapted(config: Flat) -> Tiny:
     """Frozen, with adapters on every matrix."""
-    matrices = (n for n, leaf in config.spec.leaves.items() if leaf.role == "matrix")
+    matrices = (n for n, param in config.spec.params.items() if param.role == "matrix")
     return Tiny(config.spec, Training(0.1, adapter=LoraSpec(2, 8.0, frozenset(matrices))))
 
 

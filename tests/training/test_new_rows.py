@@ -35,7 +35,7 @@ def test_what_was_trained_stays_to_the_bit_until_all_learn(family):
     train = start(
         FAMILIES[family], SINGLE, Layout(), optimizer=DECAYING, new_rows=NewRows(FIRST, UNTIL)
     )
-    tables = {n for n, leaf in train.model.spec.leaves.items() if leaf.shape[0] == VOCABULARY}
+    tables = {n for n, param in train.model.spec.params.items() if param.shape[0] == VOCABULARY}
     assert tables == ({"embed.weight", "head.weight"} if family == "llama" else {"embed.weight"})
     before = {n: p.detach().clone() for n, p in train.model.named_parameters()}
     given = batches(SINGLE)

@@ -156,13 +156,13 @@ class TorchDistWriter:
         state.
         """
         plan, kinds = self.plan, {} if self.state is None else self.state.kinds
-        leaf, lying = plan.spec.leaves[entry.ours[0]], _stack_place(plan, canonical)
+        param, lying = plan.spec.params[entry.ours[0]], _stack_place(plan, canonical)
         wide = torch.promote_types(self.dtype, torch.float32)
         whole = _read_entry(plan, entry, self.read, padding=True)
-        lying.write(file, "", whole.to(wide if leaf.precise else self.dtype))
+        lying.write(file, "", whole.to(wide if param.precise else self.dtype))
         lying.states(file, len(whole), scaling.products(plan.scales, entry))
         del whole
-        for kind, tensors in kinds.items() if leaf.trained else ():
+        for kind, tensors in kinds.items() if param.trained else ():
             # one kind at a time: a moment is as large as its fp32 weight
             moment = _read_entry(plan, entry, tensors.read, padding=kind not in MOMENTS)
             lying.write(file, f"{OPTIMIZER}{kind}.", moment)

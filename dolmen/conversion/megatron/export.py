@@ -73,9 +73,9 @@ class Ranks:
         """Raises ValueError, naming the option and a divisor, where a size does not divide what it
         shards: heads and widths by tp, experts by ep, layers by pp x virtual stages.
         """
-        for leaf in model_spec.leaves.values():
+        for param in model_spec.params.values():
             # Megatron shards what we shard: the same divisibility
-            for cut in leaf.shards:
+            for cut in param.shards:
                 if cut.axis == "tp" and not cut.uneven and cut.units % self.tp:
                     raise ValueError(
                         f"{cut.option} ({cut.units}) is not divisible by --tp {self.tp}: choose a "
@@ -170,7 +170,7 @@ class ExportPlan:
         """How tp ranks shard a stored tensor."""
         if self.dialect.cuts_down and names.DOWN.fullmatch(entry.hf):
             return Share(0)
-        return shares.share(entry, self.spec.leaves[entry.ours[0]])
+        return shares.share(entry, self.spec.params[entry.ours[0]])
 
     def places(self, name: str) -> list[TensorPlace]:
         """Places of a tensor by its canonical name: two for a tied embedding where pp > 1 (first
@@ -213,7 +213,7 @@ class ExportPlan:
         """
         specs, wide = {}, torch.promote_types(dtype, torch.float32)
         for name, entry in self.entries.items():
-            share, precise = self.share(entry), self.spec.leaves[entry.ours[0]].precise
+            share, precise = self.share(entry), self.spec.params[entry.ours[0]].precise
             whole = (self.rows, *entry.shape[1:]) if share.padded else entry.shape
             shape = share.shape(whole, self.ranks.tp)
             for place in self.places(name):

@@ -180,15 +180,15 @@ def read_scales(
     """
     scales: dict[str, Scaling] = {}
     for name, entry in entries.items():
-        leaf = spec.leaves[entry.ours[0]]
-        if name in states and leaf.role in ("matrix", "expert"):
-            whole = _join_scaling(name, states[name], leaf)
+        param = spec.params[entry.ours[0]]
+        if name in states and param.role in ("matrix", "expert"):
+            whole = _join_scaling(name, states[name], param)
             # q, k and v get the same scale
             scales |= {} if whole is None else dict.fromkeys(entry.ours, whole)
     return scales
 
 
-def _join_scaling(name: str, kept: Mapping[int, list[Kept]], leaf: ParamSpec) -> Scaling | None:
+def _join_scaling(name: str, kept: Mapping[int, list[Kept]], param: ParamSpec) -> Scaling | None:
     """Join the states of one weight from all tp ranks (largest amax) and experts (stacked); None
     where all are empty. Raises Refused where ranks differ, or experts are missing.
     """
@@ -205,14 +205,14 @@ def _join_scaling(name: str, kept: Mapping[int, list[Kept]], leaf: ParamSpec) ->
         each += [join_scaling(parts) for parts in zip(*ranks, strict=True)]
     if not each:
         return None
-    wanted = leaf.shape[0] if leaf.stacked else 1
+    wanted = param.shape[0] if param.stacked else 1
     if len(each) != wanted or len({one.history.shape for one in each}) > 1:
         raise refuse(
             kept[min(kept)][0].file,
             f"holds states of {len(each)} products, of {name} there are {wanted}, all of one "
             "length",
         )
-    if not leaf.stacked:
+    if not param.stacked:
         return each[0]
     return Scaling(
         torch.stack([one.history for one in each], 1), torch.stack([one.scale for one in each])

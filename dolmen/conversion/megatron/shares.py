@@ -119,11 +119,11 @@ class Share:
         return torch.cat([part for block in blocks for part in block], self.dim)
 
 
-def share(entry: StoredTensor, leaf: ParamSpec) -> Share:
+def share(entry: StoredTensor, param: ParamSpec) -> Share:
     """Return how Megatron's tp ranks shard a stored tensor: along the dim in which ours shard
-    `leaf`, the first parameter that it holds.
+    `param`, the first parameter that it holds.
     """
-    cut = next((cut for cut in leaf.shards if cut.axis == "tp"), None)
+    cut = next((cut for cut in param.shards if cut.axis == "tp"), None)
     if cut is None:
         return Share(None)
     return Share(cut.dim, _blocks(entry.rule), padded=cut.uneven)

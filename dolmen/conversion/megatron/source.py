@@ -316,9 +316,9 @@ class Megatron(Joined):
     def specs(self) -> Mapping[str, Spec]:
         """Shape and dtype of each parameter as it is read. Raises as `_checked`."""
         return {
-            name: Spec(leaf.shape, self._dtype(self._holding[name].hf))
-            for name, leaf in self.spec.leaves.items()
-            if leaf.trained or not self.moment
+            name: Spec(param.shape, self._dtype(self._holding[name].hf))
+            for name, param in self.spec.params.items()
+            if param.trained or not self.moment
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -339,7 +339,7 @@ class Megatron(Joined):
 
     def _is_trained(self, entry: StoredTensor) -> bool:
         """True if the entry's parameters are trained, and so have moments."""
-        return self.spec.leaves[entry.ours[0]].trained
+        return self.spec.params[entry.ours[0]].trained
 
     @cached_property
     def _holding(self) -> dict[str, StoredTensor]:
@@ -351,7 +351,7 @@ class Megatron(Joined):
         by rows, depending on who saved them: their stored shape decides.
         """
         entry = self._entries[name]
-        share = shares.share(entry, self.spec.leaves[entry.ours[0]])
+        share = shares.share(entry, self.spec.params[entry.ours[0]])
         if not names.DOWN.fullmatch(name):
             return share
         first = self.checkpoint.shards[name].stored[0].spec.shape
@@ -427,10 +427,10 @@ class Megatron(Joined):
         """True for a norm weight that is stored less 1 (zero-centered gamma). Its moments are not
         shifted: the gradient is the same.
         """
-        leaf = self.spec.leaves[self._entries[name].ours[0]]
+        param = self.spec.params[self._entries[name].ours[0]]
         return (
             not self.moment
-            and leaf.role == "norm"
+            and param.role == "norm"
             and arguments.has_shifted_norms(self.checkpoint.args)
         )
 

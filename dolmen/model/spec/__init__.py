@@ -1,5 +1,5 @@
 """Model specs: a model as a tree of small frozen dataclasses, without torch. Each lists its
-parameters (`leaves`); dolmen/model computes it, and a family (dolmen/families) parses it from a
+parameters (`params`); dolmen/model computes it, and a family (dolmen/families) parses it from a
 `config.json`.
 
     ModelSpec
@@ -139,29 +139,29 @@ class ModelSpec:
         return tuple(b for run in self.runs for _ in range(run.repeat) for b in run.blocks)
 
     @cached_property
-    def leaves(self) -> ParamSpecs:
+    def params(self) -> ParamSpecs:
         """Spec of every parameter by its full name, in the order of the model; with LoRA adapters,
         int8 scales and fp8 marks where the spec has them. Weight rules and checkpoints use these
         names.
         """
         hidden, stream = self.hidden_size, ResidualStream(self.hidden_size, self.layers)
         # dicts keep their order, which is the order of checkpoints and of fsdp units
-        leaves = self.embedding.leaves(hidden, self.head.tied)
+        params = self.embedding.params(hidden, self.head.tied)
         for i, block in enumerate(self.blocks):
-            leaves |= add_prefix(f"layers.{i}", block.leaves(stream))
+            params |= add_prefix(f"layers.{i}", block.params(stream))
         if self.final_norm is not None:
-            leaves |= add_prefix("final_norm", self.final_norm.leaves(hidden))
-        leaves |= self.embedding.output_params(hidden)
-        leaves |= self.head.leaves(self.vocab_size, self.width)
+            params |= add_prefix("final_norm", self.final_norm.params(hidden))
+        params |= self.embedding.output_params(hidden)
+        params |= self.head.params(self.vocab_size, self.width)
         if self.adapter is not None:
             # after all others exist, as it freezes them
-            leaves = self.adapter.add_params(leaves)
-        return leaves if self.fp8 is None else mark_fp8(leaves, self.layers, self.fp8)
+            params = self.adapter.add_params(params)
+        return params if self.fp8 is None else mark_fp8(params, self.layers, self.fp8)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Full shape of every parameter, by name."""
-        return {name: leaf.shape for name, leaf in self.leaves.items()}
+        return {name: param.shape for name, param in self.params.items()}
 
     @property
     def vocab_size(self) -> int:

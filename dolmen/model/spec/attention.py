@@ -106,7 +106,7 @@ class AttentionSpec:
         kv = f", {plural(self.kv_heads, 'kv head')}" if self.kv_heads != self.heads else ""
         return f"{plural(self.heads, 'head')}{kv}"
 
-    def leaves(self, stream: ResidualStream) -> ParamSpecs:
+    def params(self, stream: ResidualStream) -> ParamSpecs:
         """Return the parameters of q, k, v, o, norms and sinks. k and v are stored whole on every
         rank if tp does not divide their heads; a rank then multiplies by the rows of the heads that
         its queries use.
@@ -117,33 +117,33 @@ class AttentionSpec:
         # 8 kv heads on tp 16: replicated, and each rank uses one of them
         of_kv = ShardSpec("tp", 0, self.kv_heads, "num_key_value_heads", or_replicate=True)
         of_o = ShardSpec("tp", 1, self.heads, "num_attention_heads")
-        leaves = {
+        params = {
             **add_prefix("q", column_parallel(q, hidden, self.q_bias, of_q)),
             **add_prefix("k", column_parallel(kv, hidden, self.k_bias, of_kv, "branch")),
             **add_prefix("v", column_parallel(kv, hidden, self.v_bias, of_kv, "branch")),
             **add_prefix("o", row_parallel(hidden, q, self.o_bias, of_o, stream.out_scale)),
         }
         if self.qk_norm is not None:
-            leaves |= self._norm_params(self.qk_norm, of_q, of_kv)
+            params |= self._norm_params(self.qk_norm, of_q, of_kv)
         if self.sinks:
-            leaves |= add_prefix("sinks", {"weight": ParamSpec((self.heads,), "bias", (of_q,))})
-        return leaves
+            params |= add_prefix("sinks", {"weight": ParamSpec((self.heads,), "bias", (of_q,))})
+        return params
 
     def _norm_params(self, norm: NormSpec, of_q: ShardSpec, of_kv: ShardSpec) -> ParamSpecs:
         """Return the parameters of the q and k norms. A norm over the whole width ("width")
         requires that tp divides the kv heads, as its mean counts each head once.
         """
         if self.qk_norm_of == "heads":
-            one = norm.leaves(self.head_size, gradient="branch")
+            one = norm.params(self.head_size, gradient="branch")
             return {**add_prefix("q_norm", one), **add_prefix("k_norm", one)}
         if self.qk_norm_of == "width":
-            q = norm.leaves(self.heads * self.head_size, shards=(of_q,))
+            q = norm.params(self.heads * self.head_size, shards=(of_q,))
             # shared heads would be counted by several ranks in the mean square
             of_kv = replace(of_kv, or_replicate=False)
-            k = norm.leaves(self.kv_heads * self.head_size, shards=(of_kv,))
+            k = norm.params(self.kv_heads * self.head_size, shards=(of_kv,))
         else:
-            q = norm.leaves(self.heads, self.head_size, shards=(of_q,))
-            k = norm.leaves(self.kv_heads, self.head_size, gradient="branch", shards=(of_kv,))
+            q = norm.params(self.heads, self.head_size, shards=(of_q,))
+            k = norm.params(self.kv_heads, self.head_size, gradient="branch", shards=(of_kv,))
         return {**add_prefix("q_norm", q), **add_prefix("k_norm", k)}
 
     def products(self, keys: float) -> float:
@@ -215,7 +215,7 @@ class LatentAttentionSpec:
         """Description for messages, such as "128 heads of a latent of 512"."""
         return f"{plural(self.heads, 'head')} of a latent of {self.kv_rank}"
 
-    def leaves(self, stream: ResidualStream) -> ParamSpecs:
+    def params(self, stream: ResidualStream) -> ParamSpecs:
         """Return the parameters. Down projections and their norms are replicated over tp, up
         projections and o sharded by heads: see dolmen/model/attention.py.
         """
@@ -227,7 +227,7 @@ class LatentAttentionSpec:
         return {
             **self._query_params(hidden, q, of_heads),
             **add_prefix("kv_a", _replicated_params(down, hidden, self.down_bias)),
-            **add_prefix("kv_a_norm", self.norm.leaves(self.kv_rank)),
+            **add_prefix("kv_a_norm", self.norm.params(self.kv_rank)),
             **add_prefix("kv_b", column_parallel(kv, self.kv_rank, False, of_heads)),
             **add_prefix(
                 "o",
@@ -249,7 +249,7 @@ class LatentAttentionSpec:
             return add_prefix("q", column_parallel(q, hidden, False, of_heads))
         return {
             **add_prefix("q_a", _replicated_params(self.q_rank, hidden, self.down_bias)),
-            **add_prefix("q_a_norm", self.norm.leaves(self.q_rank)),
+            **add_prefix("q_a_norm", self.norm.params(self.q_rank)),
             **add_prefix("q_b", column_parallel(q, self.q_rank, False, of_heads)),
         }
 
@@ -264,7 +264,7 @@ def _replicated_params(out: int, inp: int, bias: bool) -> ParamSpecs:
     """Return weight [out, inp], and bias [out] if `bias`, of a linear that every rank of tp stores
     whole and applies to its tokens of the residual stream.
     """
-    leaves = {"weight": ParamSpec((out, inp), "matrix", gradient="residual", products=out * inp)}
+    params = {"weight": ParamSpec((out, inp), "matrix", gradient="residual", products=out * inp)}
     if bias:
-        leaves["bias"] = ParamSpec((out,), "bias", gradient="residual", initial="zeros")
-    return leaves
+        params["bias"] = ParamSpec((out,), "bias", gradient="residual", initial="zeros")
+    return params

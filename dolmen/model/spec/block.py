@@ -118,14 +118,14 @@ class BlockSpec:
     """Spec of each norm; the arrangement says where they are."""
     arrangement: Arrangement = SequentialResidual()
 
-    def leaves(self, stream: ResidualStream) -> ParamSpecs:
+    def params(self, stream: ResidualStream) -> ParamSpecs:
         """Return the block's parameters by name, in the order of the arrangement."""
-        norm = self.norm.leaves(stream.hidden_size)
-        branches = {"attn": self.mixer.leaves(stream), "mlp": self.mlp.leaves(stream)}
-        leaves: ParamSpecs = {}
+        norm = self.norm.params(stream.hidden_size)
+        branches = {"attn": self.mixer.params(stream), "mlp": self.mlp.params(stream)}
+        params: ParamSpecs = {}
         for name in self.arrangement.modules:
-            leaves |= add_prefix(name, branches.get(name, norm))
-        return leaves
+            params |= add_prefix(name, branches.get(name, norm))
+        return params
 
 
 @dataclass(frozen=True)

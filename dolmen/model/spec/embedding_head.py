@@ -29,7 +29,7 @@ class EmbeddingSpec:
     the head (OPT-350m).
     """
 
-    def leaves(self, hidden: int, tied: bool) -> ParamSpecs:
+    def params(self, hidden: int, tied: bool) -> ParamSpecs:
         """Return the parameters before the first block: token table, project_in, norm, position and
         type tables. `tied`: the table is the head's weight too, so it counts multiply-adds.
         """
@@ -43,8 +43,8 @@ class EmbeddingSpec:
         return {
             "embed.weight": weight,
             **({"project_in.weight": replicated_matrix(hidden, self.width)} if self.width else {}),
-            **(add_prefix("embed_norm", self.norm.leaves(hidden)) if self.norm else {}),
-            **(self.positions.leaves(hidden) if self.positions else {}),
+            **(add_prefix("embed_norm", self.norm.params(hidden)) if self.norm else {}),
+            **(self.positions.params(hidden) if self.positions else {}),
             **({"types.weight": types} if self.types else {}),
         }
 
@@ -60,9 +60,9 @@ class HeadTransformSpec:
     activation: Activation
     norm: NormSpec
 
-    def leaves(self, hidden: int) -> ParamSpecs:
+    def params(self, hidden: int) -> ParamSpecs:
         """Return weight, bias and norm parameters, replicated over tp."""
-        return {**replicated_linear(hidden, hidden), **add_prefix("norm", self.norm.leaves(hidden))}
+        return {**replicated_linear(hidden, hidden), **add_prefix("norm", self.norm.params(hidden))}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class LMHeadSpec:
     al., 1810.04805, section 3.1).
     """
 
-    def leaves(self, rows: int, hidden: int) -> ParamSpecs:
+    def params(self, rows: int, hidden: int) -> ParamSpecs:
         """Return the head's parameters: weight [rows, hidden] (none if tied to the embedding),
         bias, transform and next-sentence head.
         """
@@ -101,7 +101,7 @@ class LMHeadSpec:
                 if self.bias
                 else {}
             ),
-            **(add_prefix("transform", self.transform.leaves(hidden)) if self.transform else {}),
+            **(add_prefix("transform", self.transform.params(hidden)) if self.transform else {}),
             **(add_prefix("pooler", replicated_linear(hidden, hidden)) if self.follows else {}),
             **(add_prefix("follows", replicated_linear(2, hidden)) if self.follows else {}),
         }
@@ -120,7 +120,7 @@ class ScalarHeadSpec:
     transform: ClassVar[None] = None
     follows: ClassVar[bool] = False
 
-    def leaves(self, rows: int, hidden: int) -> ParamSpecs:
+    def params(self, rows: int, hidden: int) -> ParamSpecs:
         """Return the weight [1, hidden], replicated over tp; `rows` is unused. Trained together
         with adapters, as no stored model has it.
         """

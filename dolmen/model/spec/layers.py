@@ -47,7 +47,7 @@ class NormSpec:
         if self.zero_centred and self.kind != "rmsnorm":
             raise ValueError(f"{self} is zero-centred: only rmsnorm may be")
 
-    def leaves(
+    def params(
         self, *shape: int, gradient: Gradient = "residual", shards: tuple[ShardSpec, ...] = ()
     ) -> ParamSpecs:
         """Return the parameters of a norm over `shape` = (features,), or per head (heads,
@@ -57,10 +57,10 @@ class NormSpec:
             return {}
         # the same function in both cases
         initial = "zeros" if self.zero_centred else "ones"
-        leaves = {"weight": ParamSpec(shape, "norm", shards, gradient, initial)}
+        params = {"weight": ParamSpec(shape, "norm", shards, gradient, initial)}
         if self.bias:
-            leaves["bias"] = ParamSpec(shape, "bias", shards, gradient, "zeros")
-        return leaves
+            params["bias"] = ParamSpec(shape, "bias", shards, gradient, "zeros")
+        return params
 
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -86,7 +86,7 @@ class MLPSpec:
         """Return the spec unchanged: a dense layer has no router to balance."""
         return self
 
-    def leaves(self, stream: ResidualStream) -> ParamSpecs:
+    def params(self, stream: ResidualStream) -> ParamSpecs:
         """Return the parameters of gate (if gated) and up, column-parallel, and of down,
         row-parallel.
         """
@@ -128,24 +128,24 @@ class RouterSpec:
     overrides it.
     """
 
-    def leaves(self, experts: int, hidden: int) -> ParamSpecs:
+    def params(self, experts: int, hidden: int) -> ParamSpecs:
         """Return the router's weight [experts, hidden] and biases, replicated over tp. Its output
         multiplies partial sums, so gradients are partial over tp.
         """
         shape = (experts, hidden)
-        leaves = {
+        params = {
             "weight": ParamSpec(shape, "router", gradient="branch", products=experts * hidden)
         }
         if self.bias:
             # bf16 has 8 bits: a step of 0.001 would be lost on a bias of 0.5, and choices turn
-            leaves["bias"] = ParamSpec(
+            params["bias"] = ParamSpec(
                 (experts,), "bias", initial="zeros", trained=False, precise=True
             )
         if self.logit_bias:
-            leaves["logits.bias"] = ParamSpec(
+            params["logits.bias"] = ParamSpec(
                 (experts,), "bias", gradient="branch", initial="zeros"
             )
-        return leaves
+        return params
 
 
 @dataclass(frozen=True)
@@ -240,18 +240,18 @@ class MoESpec:
         """Return the spec with a balance bias in its router."""
         return replace(self, router=replace(self.router, bias=True))
 
-    def leaves(self, stream: ResidualStream) -> ParamSpecs:
+    def params(self, stream: ResidualStream) -> ParamSpecs:
         """Return the parameters of router, stacked experts, shared expert and its gate."""
         hidden = stream.hidden_size
         # gate and up, sharded over tp by outputs
         inner = self._stacked_matrix(self.size, hidden, 1)
         down = self._stacked_matrix(hidden, self.size, 2, stream.out_scale)
         return {
-            **add_prefix("router", self.router.leaves(self.number, hidden)),
+            **add_prefix("router", self.router.params(self.number, hidden)),
             **{f"experts.{name}.weight": inner for name in ("gate", "up")},
             "experts.down.weight": down,
             **(add_prefix("experts", self._bias_params(hidden)) if self.bias else {}),
-            **({} if self.shared is None else add_prefix("shared", self.shared.leaves(stream))),
+            **({} if self.shared is None else add_prefix("shared", self.shared.params(stream))),
             **(
                 add_prefix("shared_gate", self._shared_gate_params(hidden))
                 if self.shared_gate

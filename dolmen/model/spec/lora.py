@@ -46,25 +46,25 @@ class LoraSpec:
         """Factor of B A x: alpha / rank, or alpha / sqrt(rank) with `scaling` "root"."""
         return self.alpha / (self.rank if self.scaling == "rank" else math.sqrt(self.rank))
 
-    def add_params(self, leaves: ParamSpecs) -> ParamSpecs:
+    def add_params(self, params: ParamSpecs) -> ParamSpecs:
         """Return the parameters of a model, frozen, with those of the adapters (and int8 scales)
         after each weight. Raises KeyError for a target that is no parameter.
         """
-        if left := sorted(self.targets - leaves.keys()):
+        if left := sorted(self.targets - params.keys()):
             raise KeyError(f"{len(left)} targets of adapters are not parameters, e.g. {left[:3]}")
-        params: ParamSpecs = {}
-        for name, leaf in leaves.items():
+        adapted: ParamSpecs = {}
+        for name, param in params.items():
             # everything is frozen but a new scalar head
-            params[name] = replace(leaf, trained=leaf.train_with_adapters)
-            if self.frozen == "int8" and leaf.role in ADAPTED:
-                params[name] = replace(params[name], int8=True)
-                params[scale_name(name)] = self.scales(leaf)
+            adapted[name] = replace(param, trained=param.train_with_adapters)
+            if self.frozen == "int8" and param.role in ADAPTED:
+                adapted[name] = replace(adapted[name], int8=True)
+                adapted[scale_name(name)] = self.scales(param)
             if name in self.targets:
                 down, up = self.pair(name)
-                params |= {down: self.down(leaf), up: self.up(leaf)}
+                adapted |= {down: self.down(param), up: self.up(param)}
                 if self.kind == "dora":
-                    params[magnitude_name(name)] = self.magnitude(leaf)
-        return params
+                    adapted[magnitude_name(name)] = self.magnitude(param)
+        return adapted
 
     @staticmethod
     def pair(weight: str) -> tuple[str, str]:

@@ -163,27 +163,27 @@ class ResidualStream:
         return 1 / math.sqrt(2 * self.layers)
 
 
-def check_sharding(leaves: ParamSpecs, sizes: Mapping[str, int]) -> None:
+def check_sharding(params: ParamSpecs, sizes: Mapping[str, int]) -> None:
     """Raise ValueError, with the numbers and the option, if a parameter cannot be split over axes
     of these sizes.
     """
-    for leaf in leaves.values():
-        for cut in leaf.shards:
+    for param in params.values():
+        for cut in param.shards:
             cut.check(sizes[cut.axis])
 
 
-def add_prefix(prefix: str, leaves: ParamSpecs) -> ParamSpecs:
+def add_prefix(prefix: str, params: ParamSpecs) -> ParamSpecs:
     """Return the specs with `prefix.` before each name."""
-    return {f"{prefix}.{name}": leaf for name, leaf in leaves.items()}
+    return {f"{prefix}.{name}": param for name, param in params.items()}
 
 
-def select_prefix(leaves: ParamSpecs, prefix: str) -> ParamSpecs:
+def select_prefix(params: ParamSpecs, prefix: str) -> ParamSpecs:
     """Return the specs whose names start with `prefix.`, with it removed: the inverse of
     `add_prefix`.
     """
     start = f"{prefix}."
     return {
-        name.removeprefix(start): leaf for name, leaf in leaves.items() if name.startswith(start)
+        name.removeprefix(start): param for name, param in params.items() if name.startswith(start)
     }
 
 
@@ -193,10 +193,10 @@ def column_parallel(
     """Return the specs of weight [out, inp], and bias [out] if `bias`, of a column-parallel linear;
     `gradient`: type of the gradient where `cut` replicates it.
     """
-    leaves = {"weight": ParamSpec((out, inp), "matrix", (cut,), gradient, products=out * inp)}
+    params = {"weight": ParamSpec((out, inp), "matrix", (cut,), gradient, products=out * inp)}
     if bias:
-        leaves["bias"] = ParamSpec((out,), "bias", (cut,), gradient, "zeros")
-    return leaves
+        params["bias"] = ParamSpec((out,), "bias", (cut,), gradient, "zeros")
+    return params
 
 
 def row_parallel(out: int, inp: int, bias: bool, cut: ShardSpec, std_scale: float) -> ParamSpecs:
@@ -204,16 +204,16 @@ def row_parallel(out: int, inp: int, bias: bool, cut: ShardSpec, std_scale: floa
     The bias is replicated over tp, as it is added after the sum.
     """
     weight = ParamSpec((out, inp), "matrix", (cut,), std_scale=std_scale, products=out * inp)
-    leaves = {"weight": weight}
+    params = {"weight": weight}
     if bias:
-        leaves["bias"] = ParamSpec((out,), "bias", gradient="residual", initial="zeros")
-    return leaves
+        params["bias"] = ParamSpec((out,), "bias", gradient="residual", initial="zeros")
+    return params
 
 
 LAYER = re.compile(r"layers\.(\d+)\.(?:attn|mlp)\..*weight")
 
 
-def mark_fp8(leaves: ParamSpecs, layers: int, recipe: Fp8) -> ParamSpecs:
+def mark_fp8(params: ParamSpecs, layers: int, recipe: Fp8) -> ParamSpecs:
     """Return the specs with the recipe on every weight multiplied in fp8: matrices and experts of
     attention and mlp, but for the first and last layers that the recipe excludes. `layers`: number
     of layers.
@@ -221,41 +221,41 @@ def mark_fp8(leaves: ParamSpecs, layers: int, recipe: Fp8) -> ParamSpecs:
     # layers multiplied in fp8
     inner = range(recipe.config.first_layers, layers - recipe.config.last_layers)
     return {
-        name: replace(leaf, fp8=recipe) if _uses_fp8(name, leaf, inner) else leaf
-        for name, leaf in leaves.items()
+        name: replace(param, fp8=recipe) if _uses_fp8(name, param, inner) else param
+        for name, param in params.items()
     }
 
 
-def _uses_fp8(name: str, leaf: ParamSpec, layers: range) -> bool:
+def _uses_fp8(name: str, param: ParamSpec, layers: range) -> bool:
     """Return whether a parameter is a matrix or expert weight of attention or mlp in one of
     `layers`.
     """
     match = LAYER.fullmatch(name)
-    return match is not None and leaf.role in ("matrix", "expert") and int(match[1]) in layers
+    return match is not None and param.role in ("matrix", "expert") and int(match[1]) in layers
 
 
-def check_fp8_sharding(leaves: ParamSpecs, sizes: Mapping[str, int]) -> None:
+def check_fp8_sharding(params: ParamSpecs, sizes: Mapping[str, int]) -> None:
     """Raise ValueError, with the numbers and the option, if tp would cut a block of elements that
     shares one fp8 scale, or replicate a weight so that ranks would round different parts of its
     gradient.
     """
     tp = sizes["tp"]
-    for name, leaf in leaves.items():
-        if leaf.fp8 is None or tp == 1:
+    for name, param in params.items():
+        if param.fp8 is None or tp == 1:
             continue
-        for cut in (cut for cut in leaf.shards if cut.axis == "tp"):
+        for cut in (cut for cut in param.shards if cut.axis == "tp"):
             if not cut.splits(tp):
                 raise ValueError(
                     f"{cut.option} ({cut.units}) is not divisible by tp ({tp}), so ranks would "
                     f"quantise parts of one gradient of {name}: set --layout.tp to a divisor, or "
                     "leave out --train.precision"
                 )
-            size, block = leaf.shape[cut.dim] // tp, leaf.fp8.block
+            size, block = param.shape[cut.dim] // tp, param.fp8.block
             # a block across ranks would have two scales, and the result would depend on tp
             if size % block:
                 raise ValueError(
-                    f"{leaf.fp8.precision} has a scale per {block} elements, but tp ({tp}) splits "
-                    f"the {leaf.shape[cut.dim]} of {name} into parts of {size}: set a smaller "
+                    f"{param.fp8.precision} has a scale per {block} elements, but tp ({tp}) splits "
+                    f"the {param.shape[cut.dim]} of {name} into parts of {size}: set a smaller "
                     "--layout.tp, or --train.precision fp8-rowwise"
                 )
 

@@ -234,7 +234,7 @@ class PositionTable:
     None: all tokens are counted.
     """
 
-    def leaves(self, hidden: int) -> ParamSpecs:
+    def params(self, hidden: int) -> ParamSpecs:
         """Return the table (two, for two streams), replicated over tp: [offset + length (+ 1),
         hidden].
         """

@@ -32,9 +32,9 @@ def check_init(resolved: ResolvedRun) -> None:
             "that change the shape, or train without --init"
         ) from None
     # stored router biases are part of the model: without them tokens go to other experts
-    lost = stored.keys() - run.train.training.apply_to(run.spec).leaves.keys()
+    lost = stored.keys() - run.train.training.apply_to(run.spec).params.keys()
     if source.spec.head != run.spec.head:  # one number is learned in the place of logits
-        lost -= source.spec.head.leaves(source.spec.vocab_size, source.spec.width).keys()
+        lost -= source.spec.head.params(source.spec.vocab_size, source.spec.width).keys()
     if lost:
         raise ValueError(
             f"--init {init} has {plural(len(lost), 'bias', 'biases')} of routers, e.g. "

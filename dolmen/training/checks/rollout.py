@@ -231,7 +231,7 @@ def _shape_differences(run: RunConfig, source: ModelSource) -> str:
     """
     # any head will do, as the critic gets a scalar one
     body = replace(source.spec, head=run.spec.head)
-    if body.leaves == run.spec.leaves:
+    if body.params == run.spec.params:
         return ""
     fields = [f"{n} {a}, here {b}" for n, a, b in compare_fields(source.model, run.known_model)]
     return "; ".join(fields[:3]) or "other parameters"

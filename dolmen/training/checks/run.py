@@ -126,7 +126,7 @@ def check_precision(config: RunConfig) -> None:
     recipe, layout = config.training.fp8, config.layout
     if recipe is None:
         return
-    specs = config.trained.leaves
+    specs = config.trained.params
     if all(spec.fp8 is None for spec in specs.values()):
         fp8 = config.train.fp8
         raise ValueError(

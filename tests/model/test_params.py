@@ -78,24 +78,24 @@ def test_where_parameters_lie():
         "layers.0.mlp.down.weight": (columns, False),
     }
     for name, found in wanted.items():
-        leaf = GPT2.spec.leaves[name]
-        assert (placements(leaf, sizes), is_partial(leaf, tp)) == found, name
-    leaves = EXPERTS.spec.leaves
-    assert placements(leaves["layers.1.mlp.router.weight"], sizes) == Replicate()
-    assert placements(leaves["layers.1.mlp.experts.up.weight"], sizes) == (Shard(0), Shard(1))
-    assert placements(leaves["layers.1.mlp.experts.down.weight"], sizes) == (Shard(0), Shard(2))
-    assert is_partial(leaves["layers.1.mlp.router.weight"], tp)
+        param = GPT2.spec.params[name]
+        assert (placements(param, sizes), is_partial(param, tp)) == found, name
+    params = EXPERTS.spec.params
+    assert placements(params["layers.1.mlp.router.weight"], sizes) == Replicate()
+    assert placements(params["layers.1.mlp.experts.up.weight"], sizes) == (Shard(0), Shard(1))
+    assert placements(params["layers.1.mlp.experts.down.weight"], sizes) == (Shard(0), Shard(2))
+    assert is_partial(params["layers.1.mlp.router.weight"], tp)
     plain = TensorParallel(Axis("tp", 2, 0))
-    norms = select_prefix(LLAMA.spec.leaves, "layers.0")
+    norms = select_prefix(LLAMA.spec.params, "layers.0")
     assert is_partial(norms["attn.q_norm.weight"], plain)
     assert not is_partial(norms["attn_norm.weight"], plain)
 
 
 def test_keys_and_values_are_whole_where_tp_does_not_divide_their_heads():
-    leaf = LLAMA.spec.leaves["layers.0.attn.k.weight"]
+    param = LLAMA.spec.params["layers.0.attn.k.weight"]
     four = TensorParallel(Axis("tp", 4, 0))
-    assert placements(leaf, {"tp": 4}) == Replicate() and is_partial(leaf, four)
-    assert leaf.local_shape({"tp": 4}) == leaf.shape and leaf.local_shape({"tp": 2}) == (4, 16)
+    assert placements(param, {"tp": 4}) == Replicate() and is_partial(param, four)
+    assert param.local_shape({"tp": 4}) == param.shape and param.local_shape({"tp": 2}) == (4, 16)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_keys_and_values_are_whole_where_tp_does_not_divide_their_heads():
 )
 def test_what_an_axis_does_not_divide_is_refused(flat, sizes, said):
     with pytest.raises(ValueError, match="set (a smaller )?--layout") as refused:
-        check_sharding(flat.spec.leaves, {"ep": 1, **sizes})
+        check_sharding(flat.spec.params, {"ep": 1, **sizes})
     assert said in str(refused.value)
 
 
@@ -143,7 +143,7 @@ def test_matrices_and_tables_decay():
 def test_a_bias_that_balances_belongs_to_the_model_that_is_trained():
     training = Training(router=RouterTraining(balance="bias"))
     applied = training.apply_to(EXPERTS.spec)
-    added = applied.leaves.keys() - EXPERTS.spec.leaves.keys()
+    added = applied.params.keys() - EXPERTS.spec.params.keys()
     assert added == {"layers.1.mlp.router.bias"} and training.apply_to(LLAMA.spec) == LLAMA.spec
     made = Decoder(EXPERTS.spec, training=training)
     assert made.spec == applied == training.apply_to(applied)
