@@ -65,8 +65,9 @@ def _async_exception(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        # either stop sees that it is over, or its exception is withdrawn below
+        # Either `stop` sees that it is over, or its exception is raised at a call below at the
+        # latest. Withdrawing it instead (schedule NULL) would leave the interpreter's flag set:
+        # every later call of every thread takes the slow path, and traced threads hang (3.11).
         with lock:
             over = True
         timer.cancel()
-        schedule(thread, None)  # one that is on its way does not come

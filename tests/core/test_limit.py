@@ -1,5 +1,6 @@
 """Python that takes too long is interrupted, in whatever thread it runs."""
 
+import sys
 import threading
 import time
 
@@ -59,3 +60,21 @@ def test_what_ends_in_time_is_left_alone(main):
         thread.start()
         thread.join(10)
     assert len(found) == 40 and all(one[-1] == 499500 for one in found)
+
+
+def test_a_thread_that_was_limited_can_be_traced():
+    """As coverage and debuggers do. A scheduled exception that is withdrawn leaves the
+    interpreter's flag set, with which a traced thread of Python 3.11 never enters a function.
+    """
+    found = []
+
+    def work() -> None:
+        found.append(limited(lambda: 1, 5.0))
+        found.append(limited(endless, 0.05))
+        sys.settrace(lambda *_: None)
+        found.append(limited(lambda: 2, 5.0))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert found == [[1, 499500], ["it has taken over 0.05 s", 499500], [2, 499500]]
