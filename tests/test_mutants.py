@@ -285,6 +285,15 @@ def test_a_seed_draws_the_same_faults_each_once():
         automatic.draw(functions, 9999, 7)
 
 
+def test_whole_commands_record_the_packages_without_tests_of_their_own():
+    assert automatic.recorded_packages(Record(folders=("tests/ops", "tests/optim/test_a.py"))) == [
+        "ops",
+        "optim",
+    ]
+    found = automatic.recorded_packages(Record(folders=("tests/cli",)))
+    assert {"api", "cli", "launch"} <= set(found) and not {"ops", "serving"} & set(found)
+
+
 def test_a_fault_made_by_rule_is_put_where_it_was_found(tmp_path):
     """The second of two equal operators; text that has changed since is an error."""
     text = "def f(a):\n    return a + a + a\n"

@@ -2,7 +2,8 @@
 
 A draw takes one of the functions, all alike, then one of the rules that apply to it, then one of
 its places. Functions are those of the packages whose tests were recorded (record.py): tests/ops
-records dolmen/ops. Nobody chooses a fault; a seed gives the same faults for the same source.
+records dolmen/ops, and tests/cli the packages without a folder of tests too. Nobody chooses a
+fault; a seed gives the same faults for the same source.
 """
 
 import random
@@ -44,7 +45,7 @@ def candidates_by_function(known: Record, root: Path = ROOT) -> dict[str, list[C
     ValueError where a file has changed since.
     """
     found: dict[str, list[Candidate]] = defaultdict(list)
-    for package in sorted({folder.split("/")[1] for folder in known.folders}):
+    for package in recorded_packages(known, root):
         for path in sorted((root / "dolmen" / package).rglob("*.py")):
             file = path.relative_to(root).as_posix()
             if known.digests.get(file, record.digest(path)) != record.digest(path):
@@ -52,6 +53,15 @@ def candidates_by_function(known: Record, root: Path = ROOT) -> dict[str, list[C
             for candidate in rules.candidates(file, path.read_text("utf-8")):
                 found[f"{file}::{candidate.function}"].append(candidate)
     return found
+
+
+def recorded_packages(known: Record, root: Path = ROOT) -> list[str]:
+    """Packages whose tests were recorded; with tests/cli, those that whole commands test alone."""
+    recorded = {folder.split("/")[1] for folder in known.folders}
+    if "cli" in recorded:
+        packages = {path.parent.name for path in (root / "dolmen").glob("*/__init__.py")}
+        recorded |= {name for name in packages if not (root / "tests" / name).is_dir()}
+    return sorted(recorded)
 
 
 def draw(functions: dict[str, list[Candidate]], count: int, seed: int) -> list[Candidate]:
