@@ -86,8 +86,8 @@ def verify(folder: str | Path, against: str | Path | None = None, length: int = 
         source = open_source(config.folder)
         other = None if config.against is None else open_source(config.against)
         # warns once where both are the same
-        for one in (source, other or source):
-            unknown.warn(one.model)
+        for model in (source, other or source):
+            unknown.warn(model.model)
         return verification.verify(source, other, length=config.length)
 
 

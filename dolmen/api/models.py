@@ -90,8 +90,8 @@ def build_generate_config(
     for name in values:
         # TypedDict keywords are not checked by Python
         if name not in known:
-            every = [one.replace("_", "-") for one in (*PARAMETERS, *known)]
-            near = suggestion(name.replace("_", "-"), every) or choices(name, known)
+            option_names = [name.replace("_", "-") for name in (*PARAMETERS, *known)]
+            near = suggestion(name.replace("_", "-"), option_names) or choices(name, known)
             raise ValueError(f"unknown option {brief(name)}: {near}")
     if isinstance(values.get("stop"), str):
         values["stop"] = (values["stop"],)
@@ -118,7 +118,7 @@ def list_prompts(prompt: Any) -> list[Any]:
     prompt.
     """
     # a tensor or array is the ids of one prompt
-    if isinstance(prompt, (list, tuple)) and not any(isinstance(one, int) for one in prompt):
+    if isinstance(prompt, (list, tuple)) and not any(isinstance(token, int) for token in prompt):
         return list(prompt)
     return [prompt]
 
@@ -340,17 +340,17 @@ def _adapter_per_prompt(adapter: Any, prompts: int, known: Collection[str]) -> l
     ValueError for a name that is not `known`, and for a list of another length.
     """
     # one name for all
-    each = list(adapter) if isinstance(adapter, (list, tuple)) else [adapter] * prompts
-    if len(each) != prompts:
+    adapters = list(adapter) if isinstance(adapter, (list, tuple)) else [adapter] * prompts
+    if len(adapters) != prompts:
         raise ValueError(
-            f"adapter has {plural(len(each), 'name')} for {plural(prompts, 'prompt')}: give one "
-            "for each, or one for all"
+            f"adapter has {plural(len(adapters), 'name')} for {plural(prompts, 'prompt')}: give "
+            "one for each, or one for all"
         )
-    for one in each:
-        if not (one is None or isinstance(one, str)):
-            raise ValueError(f"adapter is {brief(one)}: it must be a name, or None")
-        multi_lora.check_name(one, known)
-    return each
+    for name in adapters:
+        if not (name is None or isinstance(name, str)):
+            raise ValueError(f"adapter is {brief(name)}: it must be a name, or None")
+        multi_lora.check_name(name, known)
+    return adapters
 
 
 def _generate(
@@ -383,7 +383,9 @@ def _generate(
         model.adapters,
     )
     # no list of one sample
-    results = [each[0] if config.num_samples == 1 else each for each in samples]
+    results = [
+        completions[0] if config.num_samples == 1 else completions for completions in samples
+    ]
     # ["one prompt"] returns a list
     return results[0] if len(prompts) == 1 and prompts[0] is prompt else results
 

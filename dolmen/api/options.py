@@ -53,9 +53,9 @@ def rewrite_options(text: str, keywords: Mapping[str, str]) -> str:
 def _options() -> dict[str, Any]:
     """Return every option of a command with its type; None for the fields of models."""
     known: dict[str, Any] = {"model.model_type": str}
-    for one in families().values():
+    for family in families().values():
         # types differ between families
-        known |= {f"model.{name}": None for name in option_fields(one)}
+        known |= {f"model.{name}": None for name in option_fields(family)}
     conversion = (ExportConfig, ConvertConfig, TokenizeConfig, VerifyConfig, DiffConfig)
     vocabulary = (VocabTrainConfig, VocabMergeConfig, VocabExtendConfig)
     others = (GenerateConfig, EvaluateConfig, DryrunConfig)

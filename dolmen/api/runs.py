@@ -84,7 +84,7 @@ def show(*runs: str | PathLike, out: str | PathLike = "show.html") -> Path:
         dolmen.show("runs/one", "runs/two", out="both.html")
     """
     with value_errors({"out": "out"}):
-        config = build_config(ShowConfig, runs=[str(one) for one in runs], out=out)
+        config = build_config(ShowConfig, runs=[str(run) for run in runs], out=out)
         return page.write_page([expand(name) for name in config.runs], Path(config.out))
 
 
@@ -113,7 +113,9 @@ def dryrun(
     """
     with value_errors():
         # as --ranks has it
-        rank_list = ranks if isinstance(ranks, str) else ",".join(str(plain(one)) for one in ranks)
+        rank_list = (
+            ranks if isinstance(ranks, str) else ",".join(str(plain(rank)) for rank in ranks)
+        )
         options = {"device": device, "exact": exact, "max_load": max_load}
         config = build_config(DryrunConfig, ranks=rank_list, **options)
         name = plain(recipe)

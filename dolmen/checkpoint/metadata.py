@@ -103,7 +103,7 @@ class _Skipped:
 
 
 OWN: dict[tuple[str, str], Any] = {
-    **{one: getattr(sys.modules[one[0]], one[1]) for one in PICKLED},
+    **{name: getattr(sys.modules[name[0]], name[1]) for name in PICKLED},
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in NAMES},
 }
 """Names that the description of a checkpoint of tensors may use."""
@@ -179,7 +179,7 @@ def read_foreign(file: Path) -> Foreign:
         everything = metadata.state_dict_metadata
         tensors = {n: t for n, t in everything.items() if isinstance(t, TensorStorageMetadata)}
         known = {n: type(t) in KINDS and type(n) is str for n, t in everything.items()}
-        if odd := [n for n, one in known.items() if not one]:
+        if odd := [n for n, value in known.items() if not value]:
             raise TypeError(f"{odd[:3]} are neither tensors nor bytes")
         _check_tensors(tensors)
         places = {i: p for i, p in metadata.storage_data.items() if i.fqn in tensors}

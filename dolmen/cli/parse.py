@@ -115,7 +115,7 @@ def names(known: Collection[Option]) -> list[str]:
     """Return all option names that a command line may have, each switch followed by the name that
     switches it off.
     """
-    flags = (one for one in known if Mark.POSITIONAL not in one.marks)
+    flags = (field for field in known if Mark.POSITIONAL not in field.marks)
     return ["help", *chain.from_iterable([o.name, o.off] if o.switch else [o.name] for o in flags)]
 
 
@@ -126,8 +126,8 @@ def attribute_docs(cls: type) -> dict[str, str]:
     found: dict[str, str] = {}
     # the text of a subclass wins
     for base in reversed(cls.__mro__[:-1]):
-        for one, after in pairwise(class_bodies(base.__module__).get(base.__name__, ())):
-            match one, after:
+        for statement, after in pairwise(class_bodies(base.__module__).get(base.__name__, ())):
+            match statement, after:
                 case (
                     ast.AnnAssign(target=ast.Name(id=name)),
                     ast.Expr(value=ast.Constant(value=str(text))),
@@ -140,7 +140,7 @@ def attribute_docs(cls: type) -> dict[str, str]:
 def class_bodies(module: str) -> dict[str, list[ast.stmt]]:
     """Return class -> its statements, for a module that has been imported."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
-    return {one.name: one.body for one in tree.body if isinstance(one, ast.ClassDef)}
+    return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def parse(

@@ -274,35 +274,37 @@ def model_groups(model: Model) -> list[OptionGroup]:
     text = "Model family (model_type of config.json), which determines the other options."
     kind = Option(f"{PREFIX}model-type", known, text, model.model_type)
     options = [
-        _model_option(PREFIX, one, values) for one in family.fields if one.help and not one.nested
+        _model_option(PREFIX, field, values)
+        for field in family.fields
+        if field.help and not field.nested
     ]
     about = "Fields of the model's config.json, which depend on its family."
     return [
         OptionGroup("model", about, (kind, *options)),
-        *(_group(one, values.get(one.name) or {}) for one in family.fields if one.nested),
+        *(_group(field, values.get(field.name) or {}) for field in family.fields if field.nested),
     ]
 
 
-def _group(one: Field, values: dict[str, Any]) -> OptionGroup:
+def _group(field: Field, values: dict[str, Any]) -> OptionGroup:
     """Return the options of a nested field of a model, such as rope_parameters."""
-    prefix = f"{PREFIX}{one.name.replace('_', '-')}."
-    inner = tuple(_model_option(prefix, inside, values) for inside in one.nested if inside.help)
-    return OptionGroup(prefix.rstrip("."), f"Fields of {one.name}.", inner)
+    prefix = f"{PREFIX}{field.name.replace('_', '-')}."
+    inner = tuple(_model_option(prefix, inside, values) for inside in field.nested if inside.help)
+    return OptionGroup(prefix.rstrip("."), f"Fields of {field.name}.", inner)
 
 
-def _model_option(prefix: str, one: Field, values: dict[str, Any]) -> Option:
+def _model_option(prefix: str, field: Field, values: dict[str, Any]) -> Option:
     """Return the option of a field of a model. `prefix`: name of its section; `values`: the model's
     fields.
     """
     # nested names are no options
-    aliases = [name for name in (*one.aliases, *one.common) if "." not in name]
+    aliases = [name for name in (*field.aliases, *field.common) if "." not in name]
     also = (
         f" Also {', '.join(f'--{PREFIX}{n}'.replace('_', '-') for n in aliases)}."
         if aliases
         else ""
     )
-    name = f"{prefix}{one.name.replace('_', '-')}"
-    return Option(name, option_type(one.kind), one.help + also, values.get(one.name))
+    name = f"{prefix}{field.name.replace('_', '-')}"
+    return Option(name, option_type(field.kind), field.help + also, values.get(field.name))
 
 
 ALL = "--all"  # with --help: list every option
@@ -383,7 +385,7 @@ def _run_groups(run: RunConfig | None = None) -> list[OptionGroup]:
     """
     # the options outside of any section come first
     first, *sections = groups(RunConfig, run)
-    top = tuple(one for one in first.options if one.name not in ("name", "model"))
+    top = tuple(option for option in first.options if option.name not in ("name", "model"))
     return [OptionGroup(first.title, first.about, top), *sections]
 
 

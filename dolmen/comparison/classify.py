@@ -136,13 +136,13 @@ def _join_microbatches(recorded: Recorded) -> dict[int, RecordedShard]:
     return joined
 
 
-def _same_region(one: RecordedShard, other: RecordedShard) -> bool:
+def _same_region(left: RecordedShard, right: RecordedShard) -> bool:
     """True if two ranks hold the same region of the tensor, so that they should hold equal
     values.
     """
-    if one.rows is None or other.rows is None:
-        return one.where == other.where
-    return one.where == other.where and torch.equal(one.rows, other.rows)
+    if left.rows is None or right.rows is None:
+        return left.where == right.where
+    return left.where == right.where and torch.equal(left.rows, right.rows)
 
 
 def _compare_tensors(
@@ -253,29 +253,29 @@ def _find_head_order(x: Tensor, y: Tensor, dim: int, size: int) -> Iterator[Faul
     """Yield causes where heads of `size` along `dim` are permuted, their halves are swapped, or
     rope pairs are neighbours instead of halves (or the reverse).
     """
-    one, other = (t.movedim(dim, 0).reshape(-1, size, t.numel() // t.shape[dim]) for t in (x, y))
-    if len(one) > 1:
+    left, right = (t.movedim(dim, 0).reshape(-1, size, t.numel() // t.shape[dim]) for t in (x, y))
+    if len(left) > 1:
         # each head of B is matched with the nearest of A
-        deviation = torch.cdist(other.flatten(1)[None], one.flatten(1)[None])[0]
+        deviation = torch.cdist(right.flatten(1)[None], left.flatten(1)[None])[0]
         order = deviation.argmin(1)
-        if len(order.unique()) == len(order) and _explains(one[order], one, other):
+        if len(order.unique()) == len(order) and _explains(left[order], left, right):
             yield Fault("permuted heads", f"A's heads are B's {order.argsort().tolist()}")
     half = size // 2
     if size % 2 == 0 and half:
-        if _explains(torch.cat((one[:, half:], one[:, :half]), 1), one, other):
+        if _explains(torch.cat((left[:, half:], left[:, :half]), 1), left, right):
             yield Fault("swapped halves", "the halves of each head are exchanged")
         for order, pairs in (
-            ("adjacent elements, B's are halves", one.unflatten(1, (half, 2)).transpose(1, 2)),
-            ("halves, B's are adjacent elements", one.unflatten(1, (2, half)).transpose(1, 2)),
+            ("adjacent elements, B's are halves", left.unflatten(1, (half, 2)).transpose(1, 2)),
+            ("halves, B's are adjacent elements", left.unflatten(1, (2, half)).transpose(1, 2)),
         ):
-            if _explains(pairs.reshape(one.shape), one, other):
+            if _explains(pairs.reshape(left.shape), left, right):
                 yield Fault("permuted pairs", f"A's pairs of rope are {order}")
 
 
 def _find_shift(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
     """Yield causes where tokens are off by 1 or 2 positions in each sequence of `length`."""
     # [sequences, length, columns]: a shift does not cross sequences
-    one, other = (t.unflatten(0, (-1, length)) for t in (x, y))
+    left, right = (t.unflatten(0, (-1, length)) for t in (x, y))
     for by in (1, -1, 2, -2):
         kept, from_ = (
             (slice(by, None), slice(None, -by))
@@ -285,7 +285,7 @@ def _find_shift(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
                 slice(-by, None),
             )
         )
-        if _explains(one[:, from_], one[:, kept], other[:, kept]):
+        if _explains(left[:, from_], left[:, kept], right[:, kept]):
             yield Fault(
                 "shifted", f"A's tokens are shifted by {abs(by)} position{'s' * (abs(by) > 1)}"
             )
@@ -299,18 +299,18 @@ def _find_rotation(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -> I
     if layer is None or word not in ("attn.query", "attn.key"):
         return
     size = side.spec.blocks[layer].mixer.head_size
-    one, other = (t.unflatten(1, (-1, size)) for t in (x, y))
+    left, right = (t.unflatten(1, (-1, size)) for t in (x, y))
     # pairs as halves of a head, or as neighbours
     for halves in (True, False):
         lengths = [
             torch.hypot(*(t.chunk(2, -1) if halves else (t[..., ::2], t[..., 1::2])))
-            for t in (one, other)
+            for t in (left, right)
         ]
-        if (lengths[0] - lengths[1]).abs().max() > LEFT * (one - other).abs().max():
+        if (lengths[0] - lengths[1]).abs().max() > LEFT * (left - right).abs().max():
             continue
         # token 0 has angle 0 under any base and scaling
-        begins = (one - other).unflatten(0, (-1, side.length))[:, 0].abs().max()
-        if begins <= 1e-4 * other.abs().max():
+        begins = (left - right).unflatten(0, (-1, side.length))[:, 0].abs().max()
+        if begins <= 1e-4 * right.abs().max():
             yield Fault("other angles", "rotated by other angles: rope's base or scaling")
         else:
             yield Fault("other positions", "rotated from the first token on: positions are shifted")
@@ -362,8 +362,8 @@ def _find_region(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Ite
     """
     if x.ndim != 2:
         return
-    one, other = flatten_rows(x), flatten_rows(y)
-    deviation = (one - other).abs()
+    left, right = flatten_rows(x), flatten_rows(y)
+    deviation = (left - right).abs()
     limit = 1e-2 * deviation.max()
     rows, columns = (deviation.amax(1) > limit), (deviation.amax(0) > limit)
     activation = row.stage in ("forward", "backward")
@@ -396,8 +396,8 @@ def _compare_scores(a: Side, b: Side, row: TensorComparison) -> Fault:
     # log softmax is the score up to a constant per query, which its mean removes
     logs = [torch.where(seen, t.clamp(min=1e-30).log(), 0.0).double() for t in (x, y)]
     counts = seen.sum(-1, keepdim=True)
-    one, other = (torch.where(seen, t - t.sum(-1, keepdim=True) / counts, 0.0) for t in logs)
-    factor = ((one * other).sum() / other.square().sum()).item()
-    if _explains(factor * other, other, one):
+    left, right = (torch.where(seen, t - t.sum(-1, keepdim=True) / counts, 0.0) for t in logs)
+    factor = ((left * right).sum() / right.square().sum()).item()
+    if _explains(factor * right, right, left):
         return Fault("a scale", f"A's scores are {factor:.6g} times B's")
     return Fault("other values", "scores are computed differently from equal queries and keys")

@@ -191,7 +191,7 @@ def _row(
             stage, name, math.inf, allowed, note=f"shapes {a.shape} and {b.shape}"
         )
     deviation, by_rank = _differences_by_rank(a, b, least)
-    ranks = tuple(key for key, one in by_rank.items() if not one <= allowed)
+    ranks = tuple(key for key, difference in by_rank.items() if not difference <= allowed)
     return TensorComparison(stage, name, deviation, allowed, ranks)
 
 
@@ -200,12 +200,12 @@ def _compare_weights(a: Side, b: Side) -> Iterator[TensorComparison]:
     dtypes, up to rounding to the coarser. A parameter that only one side has is an infinite
     difference.
     """
-    one, other = a.recording, b.recording
+    left, right = a.recording, b.recording
     # rounding once to the coarser is off by a unit at most; twice that is allowed
-    unit = 0.0 if one.rest == other.rest else 2 * max(UNITS[one.rest], UNITS[other.rest])
-    names = one.names("weights")
-    for name in [*names, *(n for n in other.names("weights") if n not in names)]:
-        x, y = one.tensors.get(("weights", name)), other.tensors.get(("weights", name))
+    unit = 0.0 if left.rest == right.rest else 2 * max(UNITS[left.rest], UNITS[right.rest])
+    names = left.names("weights")
+    for name in [*names, *(n for n in right.names("weights") if n not in names)]:
+        x, y = left.tensors.get(("weights", name)), right.tensors.get(("weights", name))
         if x is None or y is None:
             yield TensorComparison(
                 "weights", name, math.inf, unit, note=f"only {'A' if y is None else 'B'} has it"
@@ -218,8 +218,8 @@ def forward_order(a: Side, b: Side) -> list[str]:
     """Names of the forward tensors that both sides have, sorted by layer, then as side A recorded
     them.
     """
-    one, other = a.recording.names("forward"), set(b.recording.names("forward"))
-    both = [name for name in one if name in other]
+    left, right = a.recording.names("forward"), set(b.recording.names("forward"))
+    both = [name for name in left if name in right]
     place = {name: i for i, name in enumerate(both)}
     return sorted(both, key=lambda name: (recording.place(name), place[name]))
 
@@ -257,7 +257,7 @@ def _excuse_other_forms(b: Side, rows: list[TensorComparison]) -> list[TensorCom
         # rows of the tensors that depend on this one
         behind = [] if row.ok else [by_name.get(name) for name in _names_downstream(b, row.name)]
         limit = HEALED * _or_inf(row.difference)
-        if any(one is not None and one.ok and one.difference <= limit for one in behind):
+        if any(row is not None and row.ok and row.difference <= limit for row in behind):
             note = "in another form: nothing computed from it differs"
             row = TensorComparison(row.stage, row.name, row.difference, math.inf, note=note)
         out.append(row)
@@ -273,12 +273,12 @@ def _names_downstream(b: Side, name: str) -> list[str]:
     if number is None or word == "":
         return []
     layer = f"layers.{number}"
-    names = [f"{layer}.{one}" for one in recording.downstream(word)]
+    names = [f"{layer}.{name}" for name in recording.downstream(word)]
     before = b.recording.tensor("forward", f"layers.{number - 1}" if number else "embed")
     middle = b.recording.tensor("forward", f"{layer}.middle")
     # where mixer and mlp are side by side, what enters the mlp has not seen the mixer
     if before is not None and middle is not None and torch.equal(before, middle):
-        names = [one for one in names if one != f"{layer}.middle"]
+        names = [name for name in names if name != f"{layer}.middle"]
     return [*names, layer]
 
 
@@ -331,20 +331,22 @@ def scores_of(side: Side, name: str) -> Tensor | None:
     attend = block.attention_kinds(side.spec)[number]
     sinks = side.recording.tensor("weights", f"layers.{number}.attn.sinks.weight")
     # values = identity: the attention output then is the matrix of probabilities
-    one = torch.eye(side.length, dtype=q.dtype)[:, None]
-    one = one.expand(len(q), side.length, k.shape[2], side.length)
+    identity = torch.eye(side.length, dtype=q.dtype)[:, None]
+    identity = identity.expand(len(q), side.length, k.shape[2], side.length)
     attend = attend._replace(sinks=None if sinks is None else sinks.to(q.dtype))
-    return reference.definition(q, k, one, attend).transpose(1, 2)
+    return reference.definition(q, k, identity, attend).transpose(1, 2)
 
 
 def _compare_numbers(a: Side, b: Side, name: str, before: float) -> Iterator[TensorComparison]:
     """Yield a row for a scalar such as the loss, if both sides have it."""
     x, y = (side.recording.tensor("numbers", name) for side in (a, b))
     if x is not None and y is not None:
-        one, other = x.item(), y.item()
-        deviation = abs(one - other) / abs(other) if other else math.nan
+        left, right = x.item(), y.item()
+        deviation = abs(left - right) / abs(right) if right else math.nan
         limit = Tolerance(a, b, before).now()
-        yield TensorComparison("numbers", name, deviation, limit, note=f"{one:.7g} and {other:.7g}")
+        yield TensorComparison(
+            "numbers", name, deviation, limit, note=f"{left:.7g} and {right:.7g}"
+        )
 
 
 def _compare_backward(
@@ -353,10 +355,10 @@ def _compare_backward(
     """Yield rows for the gradients of forward tensors and of parameters, from the head down to the
     embedding. `before`: largest difference allowed in forward; `other_form`: names to skip.
     """
-    one, other = a.recording.tensors, b.recording.tensors
+    left, right = a.recording.tensors, b.recording.tensors
     # activations whose gradient both sides recorded
-    names = [n for n in forward_order(a, b) if ("backward", n) in one and ("backward", n) in other]
-    trained = [n for n in a.recording.names("gradients") if ("gradients", n) in other]
+    names = [n for n in forward_order(a, b) if ("backward", n) in left and ("backward", n) in right]
+    trained = [n for n in a.recording.names("gradients") if ("gradients", n) in right]
     if not trained:
         return
     whole = _norm(b, "gradients")
@@ -371,8 +373,8 @@ def _compare_backward(
     for name in trained:
         keyed["gradients", name] = (*_gradient_order(name, place), 0)
     allowed = Tolerance(a, b, before)
-    for stage, name in sorted(keyed, key=lambda one: keyed[one], reverse=True):
-        x, y = one[stage, name], other[stage, name]
+    for stage, name in sorted(keyed, key=lambda key: keyed[key], reverse=True):
+        x, y = left[stage, name], right[stage, name]
         least = _least(whole, y) if stage == "gradients" else 0.0
         sums = name.removesuffix(recording.inside(name)) + "attn.sums"
         factor = 1.0
@@ -394,22 +396,22 @@ def _compare_update(a: Side, b: Side, before: float) -> Iterator[TensorCompariso
     |gradient|: where a gradient is rounding alone, AdamW still makes a step of full length.
     `before`: the largest difference that passed in an earlier stage; the tolerance grows with it.
     """
-    one, other = a.recording.tensors, b.recording.tensors
+    left, right = a.recording.tensors, b.recording.tensors
     limit = Tolerance(a, b, before).now()
     moments: tuple[tuple[Stage, int], ...] = (("exp_avg", 1), ("exp_avg_sq", 2))
     sizes = {stage: _norm(b, stage) for stage, _ in moments}
-    names = [n for n in a.recording.names("update") if ("update", n) in other]
+    names = [n for n in a.recording.names("update") if ("update", n) in right]
     for name in names:
         for stage, power in moments:
-            x, y = one[stage, name], other[stage, name]
+            x, y = left[stage, name], right[stage, name]
             # the second moment is a square: twice the relative error
             yield _row(stage, name, x, y, power * limit, _least(sizes[stage], y))
-    steps = {name: _weight_by_gradient(b, name, other["update", name]) for name in names}
+    steps = {name: _weight_by_gradient(b, name, right["update", name]) for name in names}
     size = math.hypot(*(_size(step) for step in steps.values()))
     stages: tuple[Stage, Stage] = ("weights", "update")
     for name, y in steps.items():
-        x = _weight_by_gradient(b, name, one["update", name])
-        weight, change = (_size(other[stage, name]) for stage in stages)
+        x = _weight_by_gradient(b, name, left["update", name])
+        weight, change = (_size(right[stage, name]) for stage in stages)
         unit = max(UNITS[side.recording.rest] for side in (a, b))
         # the new weight is rounded to its dtype: relative to the change that is weight / change
         # units

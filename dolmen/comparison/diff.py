@@ -198,8 +198,8 @@ def diff(config: DiffConfig) -> DiffReport:
         config = replace(config, first=_pin_side(config.first), second=_pin_side(config.second))
     both = open_sides(config)
     sides = [
-        Side(_record_side(one, both, config), one.source.spec, both.length)
-        for one in (both.a, both.b)
+        Side(_record_side(side, both, config), side.source.spec, both.length)
+        for side in (both.a, both.b)
     ]
     return compare_sides(*sides, title=_title(both), notes=_notes(both))
 
@@ -259,7 +259,7 @@ def open_sides(config: DiffConfig) -> SidePair:
                 devices.require_gpus(config.device, side.layout.world, DEVICE)
     padding = [side.source.model.config.get("pad_token_id") for side in (a, b)]
     # transformers gives the pad token's embedding no gradient
-    known = next((one for one in padding if one is not None), None)
+    known = next((value for value in padding if value is not None), None)
     size = min(side.source.spec.vocab_size for side in (a, b))
     windows = random_tokens(size, (sequences, length + 1), known, SEED)
     return SidePair(a, b, DiffTask(windows.numpy(), config.optimizer.config, config.until))
@@ -364,7 +364,7 @@ def _notes(both: SidePair) -> tuple[str, ...]:
             f"--length {both.length} is shorter than the sliding window of {window}, so the "
             "window is not tested: use a larger --length"
         )
-        for window in sorted(one for one in windows if one is not None)
+        for window in sorted(window for window in windows if window is not None)
         if both.length <= window < a.spec.max_position_embeddings
     ]
     return tuple(fields)
@@ -406,7 +406,7 @@ def operation(row: TensorComparison) -> str:
 
 def _plain(row: TensorComparison) -> dict[str, Any]:
     """Plain values of a row for JSON; NaN and infinity become None."""
-    plain = {**asdict(row), "ok": row.ok, "ranks": [list(one) for one in row.ranks]}
+    plain = {**asdict(row), "ok": row.ok, "ranks": [list(rank) for rank in row.ranks]}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in plain.items()

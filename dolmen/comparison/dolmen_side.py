@@ -289,7 +289,9 @@ class Hooks:
         """
         # q, k, v, or gate and up: products with the same input
         columns = [
-            name for name, one in module.named_children() if isinstance(one, ColumnParallelLinear)
+            name
+            for name, child in module.named_children()
+            if isinstance(child, ColumnParallelLinear)
         ]
 
         def products(made: tuple[Tensor, ...]) -> None:

@@ -199,7 +199,7 @@ def _named_pieces(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
     for (stage, name), recorded in tensors.items():
         for number, piece in enumerate(recorded.pieces):
             shape = "x".join(map(str, recorded.shape))
-            where = ",".join(f"{one.start}:{one.stop}" for one in piece.where)
+            where = ",".join(f"{part.start}:{part.stop}" for part in piece.where)
             key = f"{stage}|{name}|{int(recorded.partial)}|{shape}|{where}|{piece.rank}|{number}"
             yield f"{key}|values", piece.values
             if piece.rows is not None:
@@ -216,7 +216,7 @@ def _read(folder: Path) -> Tensors:
         stage, name, partial, shape, where, rank, _ = words
         at = STAGES[STAGES.index(cast(Stage, stage))]  # raises for one that is none
         sizes = tuple(int(n) for n in shape.split("x") if n)
-        slices = tuple(slice(*map(int, one.split(":"))) for one in where.split(",") if one)
+        slices = tuple(slice(*map(int, part.split(":"))) for part in where.split(",") if part)
         rows = stored.get("|".join((*words, "rows")))
         place = out.setdefault((at, name), Recorded(sizes, partial == "1"))
         kept = None if rows is None else rows.read()

@@ -187,11 +187,11 @@ class _TransformersHooks:
             )
         elif param.role == "matrix" and name.startswith("layers."):
             # rows of the fused weight: columns of its output
-            out = sum(self.model.spec.params[f"{one}.weight"].shape[0] for one in ours)
+            out = sum(self.model.spec.params[f"{name}.weight"].shape[0] for name in ours)
             # the rule, applied to column numbers, says which belong to q, k and v
             columns = list(split_stored(entry.rule, torch.arange(out)))
-            for one, which in zip(ours, columns, strict=True):
-                self._hook_output(module, one, which)
+            for parameter, which in zip(ours, columns, strict=True):
+                self._hook_output(module, parameter, which)
 
     def _hook_output(self, module: nn.Module, name: str, columns: Tensor | None = None) -> None:
         """Record the module's output as `name`; `columns`: those of a fused output that belong to

@@ -97,7 +97,7 @@ class RunCheckpoint(WeightsAlone):
             n: Scaling(read(kind + n), read(f"{self.part}{quantized_product.SCALE}/{n}"))
             for n in names
         }
-        return {name: one for name, one in scalings.items() if one.history.any()}
+        return {name: scaling for name, scaling in scalings.items() if scaling.history.any()}
 
     @property
     def specs(self) -> Mapping[str, Spec]:
@@ -167,7 +167,10 @@ class RunCheckpoint(WeightsAlone):
         weight = self.frozen(name)
         if self.adapter is None or name not in self.adapter.targets:
             return weight
-        down, up = (self.checkpoint.read(f"{self._kind}{one}") for one in self.adapter.pair(name))
+        down, up = (
+            self.checkpoint.read(f"{self._kind}{adapter_name}")
+            for adapter_name in self.adapter.pair(name)
+        )
         # W + scale B A; DoRA scales each row of that to its learned length
         lengths = None
         if self.adapter.kind == "dora":

@@ -208,13 +208,13 @@ def _check_one_dtype(source: ModelSource) -> None:
         if params[name].trained and not params[name].precise:
             kinds.setdefault(spec.dtype, []).append(name)
     if len(kinds) > 1:
-        each = [
+        groups = [
             f"{len(names):,} of {str(kind).removeprefix('torch.')} (e.g. {names[0]})"
             for kind, names in kinds.items()
         ]
         raise ValueError(
-            f"{source.where} has parameters of several dtypes: {', '.join(each)}: choose one with "
-            "--dtype"
+            f"{source.where} has parameters of several dtypes: {', '.join(groups)}: choose "
+            "one with --dtype"
         )
 
 
@@ -335,8 +335,8 @@ def compare_scales(scales: Scales, written: ModelSource) -> str:
             f"{written.where} has fp8 scales of {len(written_scales)} weights, expected "
             f"{len(scales)}"
         )
-    for name, one in scales.items():
-        if not all(_same(a, b) for a, b in zip(one, written_scales[name], strict=True)):
+    for name, scaling in scales.items():
+        if not all(_same(a, b) for a, b in zip(scaling, written_scales[name], strict=True)):
             raise Unlike(f"fp8 scales of {name} have changed in {written.where}")
     return f"; fp8 scales of {len(scales)} weights compared too" if scales else ""
 
@@ -361,18 +361,18 @@ def compare_logits(source: ModelSource, written: ModelSource, room: int = ROOM) 
     # Both are rounded to the written dtype first: bf16 written from fp32 must give equal logits.
     dtypes = {name: spec.dtype for name, spec in written.specs.items()}
     # hidden vectors that the layer before has returned, on each side
-    one = other = None
+    logits = other = None
     for start in range(0, model_spec.layers, step):
         layers = range(start, min(start + step, model_spec.layers))
-        one = _run(source, layers, dtypes, tokens, one)
+        logits = _run(source, layers, dtypes, tokens, logits)
         other = _run(written, layers, dtypes, tokens, other)
-        if not _same(one, other):
+        if not _same(logits, other):
             # only the last part of the model returns logits
             last = layers.stop == model_spec.layers
             raise Unlike(
                 f"{'logits' if last else f'hidden vectors behind layer {start}'} of "
                 f"{written.where} differ from those of {source.where}, by up to "
-                f"{float((one - other).abs().max()):.1e}"
+                f"{float((logits - other).abs().max()):.1e}"
             )
     return "logits equal" + (" block by block" if step == 1 and model_spec.layers > 1 else "")
 
@@ -404,12 +404,12 @@ def _run(
         return model(tokens, end, x=x)
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(left: Tensor, right: Tensor) -> bool:
     """True if shape, dtype and every bit are equal, so that NaN equals itself."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if left.shape != right.shape or left.dtype != right.dtype:
         return False
     # as bytes: NaN is unequal to itself as a number, and -0.0 equal to 0.0
     return torch.equal(
-        one.contiguous().reshape(-1).view(torch.uint8),
-        other.contiguous().reshape(-1).view(torch.uint8),
+        left.contiguous().reshape(-1).view(torch.uint8),
+        right.contiguous().reshape(-1).view(torch.uint8),
     )

@@ -126,7 +126,9 @@ def tokens_by_name(folder: Path | str) -> dict[str, int]:
             case "tokenizer.json":
                 vocab = content["model"].get("vocab", {})
                 tokens |= vocab if isinstance(vocab, dict) else {}
-                tokens |= {one["content"]: one["id"] for one in content.get("added_tokens") or ()}
+                tokens |= {
+                    token["content"]: token["id"] for token in content.get("added_tokens") or ()
+                }
             case "tokenizer_config.json":
                 added = content.get("added_tokens_decoder", {})
                 tokens |= {o["content"]: int(i) for i, o in added.items() if i.isdecimal()}
@@ -308,7 +310,7 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
     matched: dict[str, Stored] = {}
     beyond: list[str] = []
     # safetensors before pickles, if both are there
-    form = next((one for one in FORMS if one.lies_in(folder)), None)
+    form = next((candidate for candidate in FORMS if candidate.lies_in(folder)), None)
     other_parts: list[str] = []
     # Every stored tensor falls into one of four groups: a parameter, a layer behind the last
     # (multi-token prediction), a part of a multimodal model, or a buffer that is ignored. What is

@@ -122,7 +122,7 @@ def read(folder: Path, model: Model) -> LowRank:
     such = next(module for module, weight in known.items() if params[weight].role in ADAPTED)
     by_name: dict[str, Stored] = {}
     modules: dict[str, str] = {}
-    for name, one in stored.items():
+    for name, value in stored.items():
         kind = next((kind for kind in KINDS if name.endswith(f".{kind}")), "")
         # base_model.model.X.lora_A.weight -> X
         module = name.removeprefix(PREFIX).removesuffix(f".{kind}")
@@ -141,7 +141,7 @@ def read(folder: Path, model: Model) -> LowRank:
             )
         modules[module] = weight
         # (A, B, magnitude) by kind
-        by_name[(*LoraSpec.pair(weight), magnitude_name(weight))[KINDS.index(kind)]] = one
+        by_name[(*LoraSpec.pair(weight), magnitude_name(weight))[KINDS.index(kind)]] = value
     # "all-linear" is all but the output embedding
     heads = [module for module, weight in modules.items() if params[weight].role == "head"]
     peft_config.Reach(file, config).check(list(modules), heads)

@@ -128,7 +128,7 @@ class Sat(WeightsAlone, Joined):
         """
         # rank 0 is the measure for names
         first, *others = [
-            {name: one for name, one in rank.items() if not self._weights.ignores(name)}
+            {name: stored for name, stored in rank.items() if not self._weights.ignores(name)}
             for rank in self.held
         ]
         entries = self._weights.entries
@@ -145,35 +145,36 @@ class Sat(WeightsAlone, Joined):
             if unlike := [name for name in first if name not in other] or [*other.keys() - first]:
                 raise KeyError(f"{self.where}: rank {rank} and rank 0 differ in {unlike[0]}")
         by_name = {name: [first[name], *(other[name] for other in others)] for name in first}
-        for name, each in by_name.items():
-            self._check(entries[name], each)
+        for name, shards in by_name.items():
+            self._check(entries[name], shards)
         return by_name
 
-    def _check(self, entry: StoredTensor, each: list[Stored]) -> None:
+    def _check(self, entry: StoredTensor, shards: list[Stored]) -> None:
         """Raises ValueError for a tensor that is unequal over ranks, not of the shape that
         config.json gives, or not of a floating dtype.
         """
-        share, one = self._share(entry), each[0]
-        if any(other.spec != one.spec for other in each):
-            raise ValueError(f"{self.where}: {one.name} has different shapes on the ranks")
-        whole = share.full_shape(one.spec.shape, len(each))
+        share, first = self._share(entry), shards[0]
+        if any(other.spec != first.spec for other in shards):
+            raise ValueError(f"{self.where}: {first.name} has different shapes on the ranks")
+        whole = share.full_shape(first.spec.shape, len(shards))
         if whole != entry.shape:
             raise ValueError(
-                f"{one.name} is {one.spec.shape} on each of {plural(len(each), 'rank')} in "
-                f"{one.file}, {whole} together; config.json implies {entry.shape}"
+                f"{first.name} is {first.spec.shape} on each of {plural(len(shards), 'rank')} in "
+                f"{first.file}, {whole} together; config.json implies {entry.shape}"
             )
-        if one.spec.dtype not in hf.FLOATS:
+        if first.spec.dtype not in hf.FLOATS:
             raise ValueError(
-                f"{one.name} in {one.file} is {one.spec.dtype}, which is not a dtype of weights"
+                f"{first.name} in {first.file} is {first.spec.dtype}, which is not a "
+                "dtype of weights"
             )
 
     def _tensor(self, name: str) -> Tensor:
         """Read a tensor, joined from all ranks."""
-        share, each = self._share(self._weights.entries[name]), self._checked[name]
+        share, shards = self._share(self._weights.entries[name]), self._checked[name]
         # replicated: rank 0's copy is that of all
         if share.dim is None:
-            return each[0].read()
-        return share.join([one.read() for one in each])
+            return shards[0].read()
+        return share.join([shard.read() for shard in shards])
 
 
 def open_sat(folder: Path, model: Model | None = None) -> Sat:

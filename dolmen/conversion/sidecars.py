@@ -27,9 +27,9 @@ def place(folder: Path) -> Path:
     """Return the folder of a checkpoint's config.json and tokenizer: the checkpoint's own, else its
     parent, which may serve several checkpoints; the checkpoint's own where neither has any.
     """
-    for one in (folder, folder.parent):
-        if (one / "config.json").is_file() or tokenizer(one) is not None:
-            return one
+    for directory in (folder, folder.parent):
+        if (directory / "config.json").is_file() or tokenizer(directory) is not None:
+            return directory
     return folder
 
 
@@ -45,7 +45,7 @@ def tokenizer(folder: Path) -> Path | None:
     any.
     """
     places = (folder, folder / "tokenizer")
-    return next((one for one in places if one.is_dir() and tokenizer_files(one)), None)
+    return next((place for place in places if place.is_dir() and tokenizer_files(place)), None)
 
 
 def generation_config(folder: Path) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def split_stored(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
             yield pairs.transpose(1, 2).reshape(tensor.shape)
         case Each(inner):
             # per expert (its parts) -> per part (its experts)
-            parts = zip(*(split_stored(inner, one) for one in tensor), strict=True)
+            parts = zip(*(split_stored(inner, value) for value in tensor), strict=True)
             yield from (torch.stack(part) for part in parts)
         case Stack():
             raise AssertionError(f"{rule.hf} is a piece of a stack")
@@ -131,8 +131,8 @@ def join_stored(rule: Rule, parts: list[Tensor], piece: int | None = None) -> Te
             return halves.transpose(1, 2).reshape(parts[0].shape)
         case Each(inner):
             # per part (its experts) -> per expert (its parts)
-            each = zip(*parts, strict=True)
-            return torch.stack([join_stored(inner, list(ones)) for ones in each])
+            slices = zip(*parts, strict=True)
+            return torch.stack([join_stored(inner, list(slice_parts)) for slice_parts in slices])
         case Stack():
             # a view: one expert of our stack
             return parts[0][piece]

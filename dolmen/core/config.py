@@ -141,7 +141,7 @@ def strict_type(hint: Any) -> Any:
     if kind is Annotated:
         return Annotated[(strict_type(inside[0]), *inside[1:])]
     if kind in (typing.Union, types.UnionType):
-        return typing.Union[tuple(strict_type(one) for one in inside)]  # noqa: UP007
+        return typing.Union[tuple(strict_type(member) for member in inside)]  # noqa: UP007
     if kind is tuple:
         return Annotated[(tuple[(strict_type(inside[0]), ...)], BeforeValidator(_as_tuple))]
     if kind is Literal:
@@ -370,7 +370,7 @@ def plain_type(hint: Any) -> Any:
     if get_origin(hint) is typing.Annotated:
         return plain_type(get_args(hint)[0])
     if get_origin(hint) in (typing.Union, types.UnionType):
-        among = [one for one in get_args(hint) if one is not type(None)]
+        among = [member for member in get_args(hint) if member is not type(None)]
         return plain_type(among[0]) if len(among) == 1 else hint
     return hint
 
@@ -412,7 +412,7 @@ def _from_word(kind: Any, word: str, option: str, expected: str, hint: Any) -> A
     which may allow None. Raises ValueError.
     """
     if get_origin(kind) is typing.Literal:
-        known = {str(one): one for one in get_args(kind)}
+        known = {str(choice): choice for choice in get_args(kind)}
         if word not in known:
             raise ValueError(f"{option} is {cut(word)!r}: {choices(word, known)}")
         return known[word]

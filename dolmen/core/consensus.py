@@ -104,7 +104,7 @@ def run_on_all_ranks(work: Callable[[], T]) -> T:
         gather_objects(f"rank {dist.get_rank()} failed: {error!r}")
         raise
     # every rank meets here, whether its work succeeded or not
-    if messages := [one for one in gather_objects(message) if one is not None]:
+    if messages := [text for text in gather_objects(message) if text is not None]:
         raise ValueError(messages[0])
     return results[0]
 

@@ -88,17 +88,17 @@ def _tasks_here(env: Mapping[str, str]) -> tuple[int, str]:
     name = "SLURM_STEP_TASKS_PER_NODE"
     if name not in env:
         return _positive(env, "SLURM_NTASKS_PER_NODE"), "SLURM_NTASKS_PER_NODE"
-    each: list[tuple[int, int]] = []  # (tasks, of so many machines)
+    counts: list[tuple[int, int]] = []  # (tasks, of so many machines)
     for part in env[name].split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
         if not match or not int(match[1]):
             raise ValueError(_error_text(env, name, "it must be like 4, 4(x2) or 4,3"))
-        each.append((int(match[1]), int(match[2] or 1)))
-    if len(each) == 1:
-        return each[0][0], name
-    node = _index(env, "SLURM_NODEID", sum(machines for _, machines in each), name)
-    ends = accumulate(machines for _, machines in each)
-    return next(tasks for (tasks, _), end in zip(each, ends, strict=True) if node < end), name
+        counts.append((int(match[1]), int(match[2] or 1)))
+    if len(counts) == 1:
+        return counts[0][0], name
+    node = _index(env, "SLURM_NODEID", sum(machines for _, machines in counts), name)
+    ends = accumulate(machines for _, machines in counts)
+    return next(tasks for (tasks, _), end in zip(counts, ends, strict=True) if node < end), name
 
 
 def _rendezvous(env: Mapping[str, str]) -> str:

@@ -361,7 +361,7 @@ def append_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
         tokens.append(np.concatenate((own[:first], theirs[begin:])))
         marks.append(np.concatenate((trained[:first], said[begin:])))
     # appended behind the real examples, whose indices stay
-    ends = examples.offsets[-1] + np.cumsum([len(one) for one in tokens[1:]], dtype=np.int64)
+    ends = examples.offsets[-1] + np.cumsum([len(token) for token in tokens[1:]], dtype=np.int64)
     count = len(chosen)
     return replace(
         examples,
@@ -378,11 +378,11 @@ def useful(examples: Examples, say: Say) -> np.ndarray:
     """Mask [pairs]: True if the two completions differ and each has a trained token; for a scalar
     head also if neither is truncated.
     """
-    each = examples.predictions() > 0
+    predicted = examples.predictions() > 0
     if say == "end":
         # a truncated completion has no end to read the reward at
-        each = each & ~examples.long
-    return each.reshape(-1, 2).all(1) & ~equal(examples)
+        predicted = predicted & ~examples.long
+    return predicted.reshape(-1, 2).all(1) & ~equal(examples)
 
 
 def equal(examples: Examples) -> np.ndarray:

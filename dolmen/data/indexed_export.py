@@ -61,7 +61,12 @@ def boundaries(corpus: Corpus) -> np.ndarray:
     """
     bases = np.cumsum([0] + [len(tokens) for tokens in corpus.memory])
     return np.unique(
-        np.concatenate([one + base for one, base in zip(corpus.sequences, bases, strict=False)])
+        np.concatenate(
+            [
+                sequence_ends + base
+                for sequence_ends, base in zip(corpus.sequences, bases, strict=False)
+            ]
+        )
     )
 
 

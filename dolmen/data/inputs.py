@@ -169,7 +169,7 @@ def same_files(source: DataSource, judge: DataSource) -> bool:
     """
     if source.hubs:
         return False
-    ours, theirs = ([*one.files, *one.indexed] for one in (source, judge))
+    ours, theirs = ([*data.files, *data.indexed] for data in (source, judge))
     paths, sizes = set(theirs), defaultdict(list)
     for file in theirs:
         sizes[file.stat().st_size].append(file)

@@ -70,7 +70,7 @@ class Cloze:
         """
         encoded = [self._row(row, text, names[row], other) for row, text in enumerate(texts)]
         tokens, labels, types, ends, following = (
-            np.stack(one) for one in zip(*encoded, strict=True)
+            np.stack(column) for column in zip(*encoded, strict=True)
         )
         index = np.broadcast_to(np.arange(self.sequence_length), tokens.shape)
         # padding is a document of its own, which no text sees

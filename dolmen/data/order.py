@@ -238,12 +238,12 @@ def epochs_of(tokens: int, sequence_length: int, samples: int | None) -> Epochs:
         )
     count = 1 if samples is None else max(1, -(-(samples * sequence_length + 1) // tokens))
     # samples of all epochs, concatenated
-    every = (count * tokens - 1) // sequence_length
+    interval = (count * tokens - 1) // sequence_length
     before = ((count - 1) * tokens - 1) // sequence_length
-    wanted = every if samples is None else samples
+    wanted = interval if samples is None else samples
     # less than 80 % of the last epoch is needed
     last_separate = count > 1 and wanted - before < int(APART * per_epoch)
-    return Epochs(count, last_separate, before if last_separate else every, every)
+    return Epochs(count, last_separate, before if last_separate else interval, interval)
 
 
 class MegatronOrder:
@@ -266,8 +266,8 @@ class MegatronOrder:
         self.sizes = [order.per_epoch for order in orders]
         self.turns = blend(normal(weights), samples)
         epochs = [
-            f"{one.times}{' with the last one separate' * one.last_separate}"
-            for one in (order.epochs for order in orders)
+            f"{count.times}{' with the last one separate' * count.last_separate}"
+            for count in (order.epochs for order in orders)
         ]
         self.name = f"Megatron, epochs: {', '.join(epochs)}"
 

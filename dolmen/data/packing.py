@@ -175,8 +175,8 @@ class PackedRows:
         """The chosen examples as one source."""
         spans = [self.examples.span(index) for index in sorted(self.chosen.tolist())]
         starts, stops = (
-            np.array([one(span) for span in spans], np.int64)
-            for one in (lambda s: s.start, lambda s: s.stop)
+            np.array([key(span) for span in spans], np.int64)
+            for key in (lambda s: s.start, lambda s: s.stop)
         )
         stream = TokenStream.from_ranges(self.examples.tokens, starts, stops)
         return [Part(self.examples.name, Fraction(1), stream)]
@@ -250,7 +250,7 @@ class PackedRows:
         shape = len(rows), self.sequence_length
         tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         weights, starts = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
-        numbers = {name: np.zeros(shape, one.dtype) for name, one in self.numbers.items()}
+        numbers = {name: np.zeros(shape, values.dtype) for name, values in self.numbers.items()}
         numbers |= {name: np.zeros(shape, np.float32) for name in self.said}
         for row, indices in enumerate(rows):
             end = 0
@@ -258,10 +258,10 @@ class PackedRows:
                 tokens[row, here], labels[row, here], counts = self._encode_example(index)
                 # all of an example has its first place as document start
                 weights[row, here], starts[row, here] = counts, here.start
-                for name, one in self.numbers.items():
-                    numbers[name][row, here] = one[own]
-                for name, one in self.said.items():
-                    numbers[name][row, here] = one[index]
+                for name, values in self.numbers.items():
+                    numbers[name][row, here] = values[own]
+                for name, values in self.said.items():
+                    numbers[name][row, here] = values[index]
                 end = here.stop
             # padding is a document of its own
             starts[row, end:] = end
@@ -270,7 +270,9 @@ class PackedRows:
             torch.from_numpy(labels),
             Documents.from_starts(torch.from_numpy(starts)),
         ).add_positions(1)
-        batch = replace(batch, numbers={n: torch.from_numpy(one) for n, one in numbers.items()})
+        batch = replace(
+            batch, numbers={n: torch.from_numpy(values) for n, values in numbers.items()}
+        )
         return replace(batch, weights=torch.from_numpy(weights)) if self.weighted else batch
 
     def _encode_example(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -129,7 +129,7 @@ class Template:
         the chat's beginnings.
         """
         whole = self._render(chat, chat.messages)
-        numbers = [i for i, one in enumerate(chat.messages) if one["role"] == ASSISTANT]
+        numbers = [i for i, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
         return whole, [self._span(chat, whole, number) for number in numbers]
 
     def _encode(

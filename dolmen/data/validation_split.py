@@ -435,13 +435,13 @@ def join_parts(parts: Sequence[ValidationSplit]) -> ValidationSplit:
     """Join the validation splits of one source into one."""
     if len(parts) == 1:
         return parts[0]
-    whole = all(each.files for each in parts)
+    whole = all(part.files for part in parts)
     return ValidationSplit(
-        TokenStream.join([each.stream for each in parts]),
-        sum(each.documents for each in parts),
-        total_size([each.size for each in parts]),
-        tuple(file for each in parts for file in each.files) if whole else (),
-        "; ".join(each.note for each in parts),
+        TokenStream.join([part.stream for part in parts]),
+        sum(part.documents for part in parts),
+        total_size([part.size for part in parts]),
+        tuple(file for part in parts for file in part.files) if whole else (),
+        "; ".join(part.note for part in parts),
         parts[0].name,
     )
 

@@ -193,12 +193,12 @@ def load_task_manager(config: TasksConfig) -> TaskManager:
     if config.tasks_path is not None and all(name in manager.all_tasks for name in config.names):
         return manager
     # reads thousands of YAML files: seconds
-    every = TaskManager(include_path=config.tasks_path)
+    task_manager = TaskManager(include_path=config.tasks_path)
     for name in config.names:
-        if name not in every.all_tasks:
-            meant = did_you_mean(name, every.all_tasks, "give its folder as --tasks-path")
+        if name not in task_manager.all_tasks:
+            meant = did_you_mean(name, task_manager.all_tasks, "give its folder as --tasks-path")
             raise ValueError(f"--tasks: lm_eval knows no task {name}: {meant}")
-    return every
+    return task_manager
 
 
 def scores(

@@ -217,9 +217,9 @@ def _groups(model: Decoder, rows: ScoringRows, mesh: Mesh, micros: int) -> Itera
             left = int(np.searchsorted(-lengths[order[at:]], -length, side="right"))
         most = min(TOKENS_AT_ONCE // padded, -(-left // mesh.dp.size))
         # a multiple of the pipeline's microbatches
-        each = -(-max(1, most) // micros) * micros
-        group = order[at : at + min(each * mesh.dp.size, left)]
-        yield _RowGroup(group, length, padded, each)
+        batch_size = -(-max(1, most) // micros) * micros
+        group = order[at : at + min(batch_size * mesh.dp.size, left)]
+        yield _RowGroup(group, length, padded, batch_size)
         at += len(group)
 
 

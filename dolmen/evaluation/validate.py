@@ -94,8 +94,8 @@ def mean_loss(
     sums = torch.zeros(metric_count + 3, dtype=torch.float64, device=mesh.device)
     order = pipeline.forward_only(schedule or make_schedule("1f1b", 1, 1))
     with inference(model):
-        for one in batches:
-            batch = one.read_by(model.spec)
+        for microbatch in batches:
+            batch = microbatch.read_by(model.spec)
             sums[: metric_count + 1] += _sums(model, batch, mesh, order, objective)
             # labels are counted once per dp rank (and tp, divided out below)
             if mesh.pp.rank == mesh.cp.rank == 0:
@@ -108,7 +108,7 @@ def mean_loss(
         raise ValueError(
             "the validation batches have no token with a label: give batches with text"
         )
-    means = {name: one / count for name, one in zip(objective.names, metrics, strict=True)}
+    means = {name: total / count for name, total in zip(objective.names, metrics, strict=True)}
     return Losses(nats / count, int(tokens), nats, means)
 
 

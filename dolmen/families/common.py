@@ -89,8 +89,8 @@ def biased_attention(
     """
     heads = config[names(fields)["num_attention_heads"]]
     biases = dict.fromkeys(("q_bias", "k_bias", "v_bias", "o_bias"), bias)
-    each: dict[str, Any] = {"heads": heads, "kv_heads": heads, **biases, **more}
-    return AttentionSpec(head_size=head_size(config, fields), **each)
+    options: dict[str, Any] = {"heads": heads, "kv_heads": heads, **biases, **more}
+    return AttentionSpec(head_size=head_size(config, fields), **options)
 
 
 def plain_mlp(config: dict[str, Any], fields: Sequence[Field], bias: bool = True) -> MLPSpec:

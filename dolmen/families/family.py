@@ -144,7 +144,7 @@ def mapping(name: str, *inside: Field, spell: Callable | None = None, ours: bool
     """Return a field that is null or a mapping of the fields `inside`. `spell` and `ours`: as in
     `Field`.
     """
-    kind = typed_dict({}, {one.name: one.kind for one in inside}) | None
+    kind = typed_dict({}, {field.name: field.kind for field in inside}) | None
     return Field(name, kind, nested=inside, spell=spell, ours=ours)
 
 
@@ -251,7 +251,7 @@ class Family:
     @property
     def aliases(self) -> dict[str, str]:
         """Alias accepted in a config.json -> the family's own name of the field."""
-        return {alias: one.name for one in self.fields for alias in one.aliases}
+        return {alias: field.name for field in self.fields for alias in field.aliases}
 
     @property
     def names(self) -> dict[str, str]:
@@ -259,9 +259,9 @@ class Family:
         for a field inside another one, `rope_parameters.factor`.
         """
         mapping = names(self.fields)
-        for one in self.fields:
-            for inner in one.nested:
-                path = f"{one.name}.{inner.name}"
+        for outer in self.fields:
+            for inner in outer.nested:
+                path = f"{outer.name}.{inner.name}"
                 # rope_parameters.factor, rope.factor -> rope_parameters.factor
                 mapping |= dict.fromkeys((path, *inner.common), path)
         return mapping
@@ -269,7 +269,9 @@ class Family:
 
 def names(fields: Iterable[Field]) -> dict[str, str]:
     """Return every name of each of `fields` (its own, aliases, common names) -> its own name."""
-    return {name: one.name for one in fields for name in (one.name, *one.aliases, *one.common)}
+    return {
+        name: field.name for field in fields for name in (field.name, *field.aliases, *field.common)
+    }
 
 
 def flag(name: str) -> str:

@@ -243,8 +243,8 @@ def _one_rope(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
     if kind == FULL:
         scaling, theta = config["rope_scaling"] or {}, config["rope_theta"]
     # rope_scaling belongs to full attention only
-    one = {**stated, **scaling}
-    return {**config, "rope_parameters": one, "rope_scaling": None, "rope_theta": theta}
+    rope = {**stated, **scaling}
+    return {**config, "rope_parameters": rope, "rope_scaling": None, "rope_theta": theta}
 
 
 def read_gemma3(config: dict[str, Any]) -> ModelSpec:

@@ -139,8 +139,10 @@ GPT2 = Family(
 
 GPT_BIGCODE_FIELDS = (
     *(
-        replace(one, default="gelu_pytorch_tanh") if one.name == "activation_function" else one
-        for one in GPT2_LIKE_FIELDS
+        replace(field, default="gelu_pytorch_tanh")
+        if field.name == "activation_function"
+        else field
+        for field in GPT2_LIKE_FIELDS
     ),
     Field("multi_query", bool, True, "One key-value head, not one per query head."),
 )

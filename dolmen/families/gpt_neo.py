@@ -95,16 +95,16 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
     """Return the attention type of each layer, "global" or "local". Raises ValueError if their
     number is not num_layers, and if the two fields disagree.
     """
-    layers, types, each = config["num_layers"], config[TYPES], config[LAYERS]
+    layers, types, layer_kinds = config["num_layers"], config[TYPES], config[LAYERS]
     if types is None:
-        types = [[each or [(GLOBAL, LOCAL)[i % 2] for i in range(layers)], 1]]
+        types = [[layer_kinds or [(GLOBAL, LOCAL)[i % 2] for i in range(layers)], 1]]
     if (number := sum(len(pattern) * times for pattern, times in types)) != layers:
         raise ValueError(
             f"{TYPES} and {LAYERS} have {plural(number, 'layer')}, but num_layers is {layers}: "
             f"set {flag(LAYERS)} to one per layer"
         )
     kinds = [kind for pattern, times in types for _ in range(times) for kind in pattern]
-    if each not in (None, kinds):
+    if layer_kinds not in (None, kinds):
         raise ValueError(f"{LAYERS} contradicts {TYPES}: state only one of them")
     return kinds
 
@@ -133,15 +133,15 @@ def write_gpt_neo(spec: ModelSpec) -> dict[str, Any]:
     forms.
     """
     mlp, sizes = common.mlp(spec), windows.sizes(spec)
-    each = [GLOBAL if size is None else LOCAL for size in sizes]
+    kinds = [GLOBAL if size is None else LOCAL for size in sizes]
     length, times = len(spec.runs[0].blocks), spec.runs[0].repeat
     # [["global", "local"], 12] for 24 layers
-    types = [[each[:length], times]] if len(spec.runs) == 1 else [[each, 1]]
+    types = [[kinds[:length], times]] if len(spec.runs) == 1 else [[kinds, 1]]
     return {
         **common.write(spec, GPT_NEO_FIELDS),
         "num_heads": common.attention(spec).heads,
         TYPES: types,
-        LAYERS: each,
+        LAYERS: kinds,
         "window_size": next((size for size in sizes if size is not None), 256),
         "intermediate_size": mlp.size,
         "activation_function": activation_name(mlp.activation),

@@ -21,8 +21,8 @@ def families() -> dict[str, Family]:
         import_module(f"dolmen.families.{file.name}")
         for file in pkgutil.iter_modules([str(HERE)])
     ]
-    every = {v.name: v for module in modules for v in vars(module).values() if type(v) is Family}
-    return {name: every[name] for name in sorted(every, key=lambda name: name.replace("-", "_"))}
+    known = {v.name: v for module in modules for v in vars(module).values() if type(v) is Family}
+    return {name: known[name] for name in sorted(known, key=lambda name: name.replace("-", "_"))}
 
 
 def find_family(name: Any) -> Family:

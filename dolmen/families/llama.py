@@ -214,13 +214,13 @@ def llama_like_rules(
         "self_attn.k_norm": "attn.k_norm",
         **{f"mlp.{hf}": f"mlp.{ours}" for hf, ours in MLP_NAMES.items()},
     }
-    every = [
+    flags = [
         Rename("model.embed_tokens", "embed"),
         *(Rename(LAYER + hf, OURS + ours) for hf, ours in names.items()),
         Rename("model.norm", "final_norm"),
         Rename("lm_head", "head"),
     ]
-    return [*instead, *(rule for rule in every if rule.ours not in otherwise)]
+    return [*instead, *(rule for rule in flags if rule.ours not in otherwise)]
 
 
 # Llama 1 to 3.3, Code Llama (2302.13971, 2307.09288, 2407.21783, 2308.12950), and everything saved

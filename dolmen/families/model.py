@@ -215,11 +215,11 @@ def explicit_fields(model: Model) -> dict[str, Any]:
     from others, under its own name and in transformers 5's spelling.
     """
     stated, written = fill_defaults(model.family, model.config), model.family.write(model.spec)
-    for one in model.family.fields:
-        if one.ours and one.nested:  # states more than the spec keeps
-            written[one.name] = {
-                **(stated[one.name] or {}),
-                **(written.get(one.name) or {}),
+    for field in model.family.fields:
+        if field.ours and field.nested:  # states more than the spec keeps
+            written[field.name] = {
+                **(stated[field.name] or {}),
+                **(written.get(field.name) or {}),
             } or None
     return {**stated, **written}
 

@@ -162,15 +162,15 @@ def fields(
         """
         return Field(name, kind, default, aliases=tuple({outer[name]} - {name}))
 
-    def add_alias(one: Field) -> Field:
+    def add_alias(field: Field) -> Field:
         """Return the field, with the family's top-level name as one more name for the
         command line.
         """
-        more = {outer.get(one.name, one.name)} - {one.name, *one.common}
-        return replace(one, common=(*one.common, *more))
+        more = {outer.get(field.name, field.name)} - {field.name, *field.common}
+        return replace(field, common=(*field.common, *more))
 
     never = NEVER if part is None else (NEVER[0], PART)
-    inside = tuple(add_alias(one) for one in PARAMETERS + never)
+    inside = tuple(add_alias(field) for field in PARAMETERS + never)
     return (
         mapping("rope_parameters", *inside, spell=partial(spell, outer=outer)),
         mapping("rope_scaling", *(Field(f.name, f.kind) for f in inside)),

@@ -45,7 +45,7 @@ def rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of StableLM; each head's q or k norm is a module of its own
     on disk.
     """
-    mixer, one = common.attention(spec), spec.blocks[0].arrangement == ParallelResidual(1)
+    mixer, parallel_norm = common.attention(spec), spec.blocks[0].arrangement == ParallelResidual(1)
     # one stored norm per head is one row of ours
     numbers = {"q": mixer.heads, "k": mixer.kv_heads}
     layer, ours = f"{llama.LAYER}self_attn.", "layers.{}.attn."
@@ -53,7 +53,7 @@ def rules(spec: ModelSpec) -> list[Rule]:
         Stack(f"{layer}{part}_layernorm.norms.{{}}", f"{ours}{part}_norm", number)
         for part, number in numbers.items()
     ]
-    names = {"input_layernorm": "norm"} if one else llama.NORMS
+    names = {"input_layernorm": "norm"} if parallel_norm else llama.NORMS
     return llama.llama_like_rules(spec, names, instead=norms)
 
 

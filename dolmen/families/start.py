@@ -65,11 +65,11 @@ def option_fields(family: Family) -> dict[str, Field]:
     `rope_parameters.factor` for one inside another.
     """
     options = {}
-    for one in family.fields:
-        if one.nested:
-            options |= {f"{one.name}.{inner.name}": inner for inner in one.nested if inner.help}
-        elif one.help:
-            options[one.name] = one
+    for field in family.fields:
+        if field.nested:
+            options |= {f"{field.name}.{inner.name}": inner for inner in field.nested if inner.help}
+        elif field.help:
+            options[field.name] = field
     return options
 
 
@@ -107,11 +107,11 @@ def _convert_family(model: Model, model_type: str) -> Model:
         whole = explicit_fields(model)
         # by any name a field of the old family has in the new one
         shared = {
-            other.names[name]: whole[one.name]
-            for one in model.family.fields
-            if one.help or one.nested
-            for name in (one.name, *one.aliases, *one.common)
-            if name in other.names and whole[one.name] is not None
+            other.names[name]: whole[field.name]
+            for field in model.family.fields
+            if field.help or field.nested
+            for name in (field.name, *field.aliases, *field.common)
+            if name in other.names and whole[field.name] is not None
         }
         try:
             return model_from_fields(model_type, shared)

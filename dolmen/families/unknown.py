@@ -42,7 +42,7 @@ def unknown_fields(model: Model) -> list[str]:
         for field in family.fields
         if field.nested
         for name in config.get(field.name) or {}
-        if name not in {one.name for one in field.nested} | HARMLESS | ONLY.keys()
+        if name not in {nested.name for nested in field.nested} | HARMLESS | ONLY.keys()
         and not name.startswith("_")
     ]
     return sorted(n for n in config if n not in names and not n.startswith("_")) + inner
@@ -115,7 +115,9 @@ def _add_hint(model: Model, name: str) -> str:
     plain, family = name.replace("-", "_"), model.family
     outer, _, inner = plain.partition(".")
     fields = [field for field in family.fields if field.name == outer] if inner else []
-    known = [one.name for field in fields for one in field.nested] or list(family.names.values())
+    known = [nested.name for field in fields for nested in field.nested] or list(
+        family.names.values()
+    )
     near = get_close_matches(inner or plain, known, n=1)
     meant = TRAINING.get(plain) or family.names.get(plain) or "".join(near)
     return f"{cut(name)} (did you mean {meant}?)" if meant else cut(name)

@@ -39,7 +39,10 @@ class WeightMap:
             exported[self.head] = replace(exported[self.embedding], hf=self.head)
         if not self.model.config.get(RESERVED, {}).get(BARE.name):
             return exported
-        bare = [replace(one, hf=one.hf.removeprefix(family.prefix)) for one in exported.values()]
+        bare = [
+            replace(weight, hf=weight.hf.removeprefix(family.prefix))
+            for weight in exported.values()
+        ]
         return {entry.hf: entry for entry in bare}
 
     def canonical(self, name: str) -> str:

@@ -45,10 +45,10 @@ def pattern_windows(config: dict[str, Any]) -> list[int | None]:
     """Return the sliding window of each layer (None: full attention), by layer_types or else by
     sliding_window_pattern: every n-th layer is full.
     """
-    every = config["sliding_window_pattern"]
+    interval = config["sliding_window_pattern"]
     # numbered from 1: every n-th has full attention
     layers = range(1, config["num_hidden_layers"] + 1)
-    return typed_windows(config, [SLIDING if i % every else FULL for i in layers])
+    return typed_windows(config, [SLIDING if i % interval else FULL for i in layers])
 
 
 def uniform_windows(config: dict[str, Any], used: bool = True) -> list[int | None]:

@@ -96,10 +96,10 @@ def load(content: bytes, find: Find, resolve: Callable[[Any], Any] | None = None
     # iterative: nesting may exceed Python's stack
     left, seen, limit = [value], 0, max(VALUES, end)
     while left:
-        one = left.pop()
-        if isinstance(one, (Mapping, list, tuple)):
-            seen += len(one)
+        node = left.pop()
+        if isinstance(node, (Mapping, list, tuple)):
+            seen += len(node)
             if seen > limit:
                 raise pickle.UnpicklingError(f"it has more than {limit:,} values")
-            left += one.values() if isinstance(one, Mapping) else one
+            left += node.values() if isinstance(node, Mapping) else node
     return value

@@ -217,7 +217,9 @@ class ShardFiles:
         if len(shards) == 1:
             return {SINGLE: shards[0]}
         of = len(shards)
-        return {f"model-{i + 1:05d}-of-{of:05d}.safetensors": one for i, one in enumerate(shards)}
+        return {
+            f"model-{i + 1:05d}-of-{of:05d}.safetensors": shard for i, shard in enumerate(shards)
+        }
 
     @cached_property
     def parts(self) -> dict[str, Path]:
@@ -231,14 +233,14 @@ class ShardFiles:
             with open(part, "wb") as stream:
                 stream.write(header)
                 # sparse until it is written
-                stream.truncate(len(header) + sum(one.spec.nbytes for one in places.values()))
+                stream.truncate(len(header) + sum(place.spec.nbytes for place in places.values()))
 
     def write(self, tensors: Iterable[tuple[str, Tensor]], wanted: Sequence[str]) -> Iterator[str]:
         """Write tensors into their places and yield each name. `wanted`: names that this caller
         writes. Raises ValueError for a tensor that is unknown, comes twice or has another shape,
         and KeyError for those that never come.
         """
-        laid = {n: one for _, places in self._layout.values() for n, one in places.items()}
+        laid = {n: place for _, places in self._layout.values() for n, place in places.items()}
         places = {name: laid[name] for name in wanted}
         for name, tensor in tensors:
             if name not in laid:

@@ -152,12 +152,14 @@ def _describe_errors(errors: Sequence[ErrorDetails], value: Any) -> str:
     """
     first = errors[0]
     place, _, before = _locate(first, value)
-    union = [one for one in errors if one["loc"][:before] == first["loc"][:before]]
+    union = [error for error in errors if error["loc"][:before] == first["loc"][:before]]
     if before == len(first["loc"]):
         union = [first]
     # pydantic names all errors of a wrong type so, such as list_type
     meant = [
-        one for one in union if not one["type"].endswith("_type") or _locate(one, value)[0] != place
+        error
+        for error in union
+        if not error["type"].endswith("_type") or _locate(error, value)[0] != place
     ]
     must = " or ".join(dict.fromkeys(map(expectation, meant[:1] or union)))
     return _describe_error((meant or union)[0], value, must)

@@ -233,7 +233,7 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, strides: Any, *more: 
     """
     if not isinstance(storage, Storage) or type(shape) is not tuple or type(strides) is not tuple:
         raise pickle.UnpicklingError("a tensor has no storage or shape")
-    dtype = next((one for one in more if isinstance(one, torch.dtype)), storage.dtype)
+    dtype = next((value for value in more if isinstance(value, torch.dtype)), storage.dtype)
     sizes, steps = tuple(map(_check_count, shape)), tuple(map(_check_count, strides))
     if len(sizes) != len(steps) or len(sizes) > 64:
         raise pickle.UnpicklingError(f"a tensor of shape {sizes} has strides {steps}")
@@ -269,8 +269,8 @@ def _first_argument(value: Any, *_: Any) -> Any:
 
 
 KNOWN: dict[str, Any] = {
-    **{".".join(one): _rebuild_tensor for one in TENSORS},
-    **{".".join(one): _first_argument for one in PARAMETERS},
+    **{".".join(name): _rebuild_tensor for name in TENSORS},
+    **{".".join(name): _first_argument for name in PARAMETERS},
     "torch.storage.UntypedStorage": torch.uint8,
     "argparse.Namespace": Namespace,
     "types.SimpleNamespace": Namespace,
@@ -322,11 +322,11 @@ def tensors(value: Any, file: Path) -> dict[str, Stored]:
     a.b.weight. Raises Refused for two of one name.
     """
     stored: dict[str, Stored] = {}
-    for name, one in leaves(value):
-        if isinstance(one, StoredView):
+    for name, leaf in leaves(value):
+        if isinstance(leaf, StoredView):
             if name in stored:
                 raise refuse(file, f"holds {name} twice")
-            stored[name] = one.locate(name, file)
+            stored[name] = leaf.locate(name, file)
     return stored
 
 
@@ -347,12 +347,12 @@ def leaves(value: Any) -> Iterator[tuple[str, Any]]:
     """
     left = [("", value)]
     while left:
-        name, one = left.pop()
-        if not isinstance(one, Mapping):
-            yield name, one
+        name, node = left.pop()
+        if not isinstance(node, Mapping):
+            yield name, node
             continue
         start = f"{name}." if name else ""
-        left += [(f"{start}{inner}", content) for inner, content in reversed([*one.items()])]
+        left += [(f"{start}{inner}", content) for inner, content in reversed([*node.items()])]
 
 
 def read_archive(stream: BinaryIO, position: int = 0) -> Any:
@@ -458,10 +458,10 @@ def load_bytes(content: bytes, where: Path) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise ValueError(f"it is a {type(value).__name__}, not a mapping")
         return {
-            str(name): _tensor(one, one.storage.content or content)
-            if isinstance(one, StoredView)
-            else one
-            for name, one in value.items()
+            str(name): _tensor(item, item.storage.content or content)
+            if isinstance(item, StoredView)
+            else item
+            for name, item in value.items()
         }
     except Exception as error:  # a damaged pickle can raise almost anything
         raise refuse(where, f"has a state that cannot be read: {error}") from error

@@ -302,8 +302,8 @@ def _check_arrangement(block: spec.BlockSpec) -> None:
 def _components(value: Any) -> Iterator[Any]:
     """Yield `value` and, depth first, every dataclass inside its fields and tuples."""
     if isinstance(value, tuple):
-        for one in value:
-            yield from _components(one)
+        for item in value:
+            yield from _components(item)
     elif is_dataclass(value):
         yield value
         for field in fields(value):

@@ -291,10 +291,10 @@ def enter(
     collective for all: a list with one tuple of products per branch.
     """
     columns = [branch.columns for branch in branches]
-    products = tensor.columns(x, [one for ones in columns for one in ones], branches[0].tp)
+    products = tensor.columns(x, [linear for group in columns for linear in group], branches[0].tp)
     # regroup the flat list of products by branch
     ends = list(accumulate(map(len, columns)))
-    return [products[end - len(ones) : end] for ones, end in zip(columns, ends, strict=True)]
+    return [products[end - len(group) : end] for group, end in zip(columns, ends, strict=True)]
 
 
 def leave(

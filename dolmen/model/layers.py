@@ -80,21 +80,21 @@ def _prepack(linears: Sequence[Linear], weights: Weights, inputs: Axis) -> list[
     merged in) in the format `weights`; unchanged for stacked experts, int8 weights and DoRA, which
     have no packed form. `inputs`: the axis that cuts the weights' inputs.
     """
-    if len(linears) > 1 and not all(_can_prepack(one) for one in linears):
-        return [packed for one in linears for packed in _prepack([one], weights, inputs)]
+    if len(linears) > 1 and not all(_can_prepack(linear) for linear in linears):
+        return [packed for linear in linears for packed in _prepack([linear], weights, inputs)]
     if not _can_prepack(linears[0]):
         return list(linears)
-    merged = [one.merge(one.weight.dtype) for one in linears]
+    merged = [linear.merge(linear.weight.dtype) for linear in linears]
     if len(merged) == 1:
         return [linears[0]._replace(prepacked=prepack(merged[0], weights, inputs))]
     packed = prepack_together(merged, weights)
-    return [one._replace(prepacked=part) for one, part in zip(linears, packed, strict=True)]
+    return [linear._replace(prepacked=part) for linear, part in zip(linears, packed, strict=True)]
 
 
-def _can_prepack(one: Linear) -> bool:
+def _can_prepack(linear: Linear) -> bool:
     """Return True unless the weight is stacked experts or 8-bit, or has DoRA."""
-    gained = one.adapter is not None and one.adapter.magnitude is not None
-    return one.weight.ndim == 2 and one.scale is None and not gained
+    gained = linear.adapter is not None and linear.adapter.magnitude is not None
+    return linear.weight.ndim == 2 and linear.scale is None and not gained
 
 
 def _freed_message(weights: Weights) -> str:
@@ -150,13 +150,13 @@ class ParameterModule(nn.Module):
         """Return what multiplies x: weight, bias, adapter, rounding; a packed weight and multi-LoRA
         adapters if set and gradients are off. Raises ValueError for gradients of a freed weight.
         """
-        one = self._current_linear()
+        current = self._current_linear()
         if self._multi_lora is None or torch.is_grad_enabled():
-            return one
+            return current
         # cut once per set of adapters, not at each forward
         if self._local_multi_lora is None:
             self._local_multi_lora = self._multi_lora.cut(self.local_rows)
-        return one._replace(several=self._local_multi_lora)
+        return current._replace(several=self._local_multi_lora)
 
     def set_multi_lora(self, several: MultiLora | None) -> None:
         """Set the multi-LoRA adapters that `linear` returns while gradients are off; None removes
@@ -178,8 +178,8 @@ class ParameterModule(nn.Module):
         if self._prepack_as is None or torch.is_grad_enabled():
             return self.plain_linear()
         if self._prepacked is None:
-            for module, one in zip(self.fused, self._pack(self._prepack_as), strict=True):
-                module.keep_prepacked(self._prepack_as, one)
+            for module, linear in zip(self.fused, self._pack(self._prepack_as), strict=True):
+                module.keep_prepacked(self._prepack_as, linear)
         assert self._prepacked is not None
         return self._prepacked[1]
 
@@ -187,21 +187,21 @@ class ParameterModule(nn.Module):
         """Return the linears of `fused` with a packed copy of their weights."""
         return _prepack([module.plain_linear() for module in self.fused], weights, self.input_axis)
 
-    def keep_prepacked(self, weights: Weights, one: Linear) -> None:
-        """Keep `one`, the linear with a packed weight, until a tensor of the module changes."""
-        self._prepacked = self._state(weights), one
+    def keep_prepacked(self, weights: Weights, linear: Linear) -> None:
+        """Keep `linear`, which has a packed weight, until a tensor of the module changes."""
+        self._prepacked = self._state(weights), linear
 
     def free_weights(self, weights: Weights) -> None:
         """Replace the weights of `fused` permanently by their packed form and free their memory:
         the parameters keep their shapes on meta, without values. Adapters are merged into the
         packed form. Does nothing to weights that cannot be packed.
         """
-        for module, one in zip(self.fused, self._pack(weights), strict=True):
-            if one.prepacked is not None:
-                module.replace_weight(weights, one)
+        for module, linear in zip(self.fused, self._pack(weights), strict=True):
+            if linear.prepacked is not None:
+                module.replace_weight(weights, linear)
 
-    def replace_weight(self, weights: Weights, one: Linear) -> None:
-        """Compute with `one`, a linear whose weight is packed as `weights`, from now on. Frees the
+    def replace_weight(self, weights: Weights, linear: Linear) -> None:
+        """Compute with `linear`, whose weight is packed as `weights`, from now on. Frees the
         weight permanently: an empty meta parameter of its name and shape stays, and the model
         cannot be trained any more.
         """
@@ -210,7 +210,10 @@ class ParameterModule(nn.Module):
         self.weight = nn.Parameter(state.tensor_like(self.weight, gone), self.weight.requires_grad)
         with torch.no_grad():
             # adapters are in it
-            self._freed = weights, one._replace(weight=self.local_rows(self.weight), adapter=None)
+            self._freed = (
+                weights,
+                linear._replace(weight=self.local_rows(self.weight), adapter=None),
+            )
 
     def prepack(self, weights: Weights) -> None:
         """Make `linear` use a packed copy of the weight where no gradient is kept. The copy is made

@@ -269,14 +269,14 @@ def balance(layers: int, stages: int) -> list[range]:
             f"{plural(stages, 'stage')} for {plural(layers, 'layer')}, an embedding and a head: "
             f"use at most {things}"
         )
-    each, more = divmod(things, stages)
+    quotient, more = divmod(things, stages)
     within = max(more - 2, 0)  # stages between the ends that have one more
     # layer at which each stage begins; the first stage has one unit less of layers, for the
     # embedding
     cuts = [
         0,
         *(
-            i * each - 1 + (more > 0) + (i - 1) * within // (stages - 2 or 1)
+            i * quotient - 1 + (more > 0) + (i - 1) * within // (stages - 2 or 1)
             for i in range(1, stages)
         ),
         layers,

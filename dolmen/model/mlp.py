@@ -79,7 +79,7 @@ class MLP(Branch):
         """Column-parallel weights that multiply x: gate (if there is one) and up."""
         # separate parameters, multiplied in one call: entered once
         ins = [self.up] if self.gate is None else [self.gate, self.up]
-        return [one.linear() for one in ins]
+        return [module.linear() for module in ins]
 
     @property
     def row(self) -> RowParallelLinear:
@@ -165,7 +165,8 @@ class Experts(nn.Module):
         """
         # [m, expert width / tp]
         gate, up = (
-            self._grouped_linear(rows, one.linear(), groups) for one in (self.gate, self.up)
+            self._grouped_linear(rows, projection.linear(), groups)
+            for projection in (self.gate, self.up)
         )
         down = self.down.linear()
         if down.bias is not None:  # every rank of tp adds it, all but one nothing

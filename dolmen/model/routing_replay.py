@@ -77,7 +77,7 @@ def gather_routes(
     (microbatch, layer).
     """
     own, rows = choice_slices(spec), shape[0] // micros
-    choices = max(one.stop for one in own.values())
+    choices = max(columns.stop for columns in own.values())
     # zeros where another rank has the token or the layer, so that sums put the pieces together
     whole = torch.zeros((*shape, choices), dtype=torch.int64, device=mesh.device)
     index = split.cp.indices(shape[1], mesh.device)

@@ -103,7 +103,9 @@ class GRPOLoss:
         mean, _ = loss(new, slice(None), valid)
         # the mean becomes a sum, which the step divides by the global count
         size = valid.sum() if self.kind in BY_TOKENS else len(valid)
-        metrics = tuple(head.shared(one) for one in self._row_metrics(loss, new.detach(), batch))
+        metrics = tuple(
+            head.shared(metric) for metric in self._row_metrics(loss, new.detach(), batch)
+        )
         return LossOutput(head.shared(mean * size), metrics)
 
     def _row_metrics(self, loss: LossFunction, new: Tensor, batch: Batch) -> list[Tensor]:

@@ -142,7 +142,7 @@ class PairIndex(CompletionIndex):
 
     def _sums(self, losses: Tensor, metrics: list[Tensor], head: ModelHead) -> LossOutput:
         """Return losses and metrics summed over pairs, this rank's share of cp."""
-        sums = tuple(head.shared(self.total(each)) for each in metrics)
+        sums = tuple(head.shared(self.total(metric)) for metric in metrics)
         return LossOutput(head.shared(self.total(losses)), sums)
 
     def total(self, per_pair: Float[Tensor, "rows documents"]) -> Float[Tensor, ""]:
@@ -189,5 +189,5 @@ def mean_metrics(chosen: Float[Tensor, " pairs"], rejected: Float[Tensor, " pair
     detached.
     """
     chosen, rejected = chosen.detach(), rejected.detach()
-    means = {name: each.mean() for name, each in pair_scores(chosen, rejected).items()}
+    means = {name: scores.mean() for name, scores in pair_scores(chosen, rejected).items()}
     return {**means, "chosen": chosen.mean(), "rejected": rejected.mean()}

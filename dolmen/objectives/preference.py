@@ -444,7 +444,7 @@ def dpo_losses(
         # possible
         case "ipo":
             assert lengths is not None
-            chosen_length, rejected_length = (each.clamp(min=1) for each in lengths)
+            chosen_length, rejected_length = (length.clamp(min=1) for length in lengths)
             return (c / chosen_length - r / rejected_length - 1 / (2 * beta)).square()
         # 2405.00675, equation 4.7, for a probability of winning of 1
         case "sppo":

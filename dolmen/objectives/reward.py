@@ -127,11 +127,11 @@ class CalibratedRewardLoss(PairwiseRewardLoss):
         # confidence is in [1 / 2, 1): stretched to [0, 1) before it is cut into bins
         confidence = 2 * torch.sigmoid(margins.abs()) - 1
         bin_index = (confidence * BINS).long().clamp(max=BINS - 1)
-        each = [(bin_index == i).to(margins.dtype) for i in range(BINS)]
+        indicators = [(bin_index == i).to(margins.dtype) for i in range(BINS)]
         # of each bin, the pairs that are also ranked correctly
-        each += [value * (margins > 0) for value in each]
+        indicators += [value * (margins > 0) for value in indicators]
         return output._replace(
-            metrics=(*output.metrics, *(head.shared(index.total(value)) for value in each))
+            metrics=(*output.metrics, *(head.shared(index.total(value)) for value in indicators))
         )
 
 

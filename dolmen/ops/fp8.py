@@ -59,9 +59,9 @@ def dequantise(
     """Return payload times scale, computed in fp32, as `dtype`: the inverse of `quantise`."""
     # of all 256 payloads what each stands for: a CPU takes 39 us to look up 49,152 of them, and 222
     # to convert each
-    every = torch.arange(256, dtype=torch.uint8, device=payload.device)
+    codes = torch.arange(256, dtype=torch.uint8, device=payload.device)
     places = payload.contiguous().view(torch.uint8).flatten().int()
-    values = every.view(payload.dtype).float().index_select(0, places).view(payload.shape)
+    values = codes.view(payload.dtype).float().index_select(0, places).view(payload.shape)
     return _apply_scale(values, scale, granularity, axis, torch.Tensor.mul_).to(dtype)
 
 

@@ -177,8 +177,10 @@ def rotate(
         turned = rotate(x[..., :size], cos, sin, interleaved, streams)
         return torch.cat((turned, x[..., size:]), -1)
     if streams > 1:
-        each = (t.chunk(streams, -1) for t in (x, cos, sin))
-        return torch.cat([rotate(a, c, s, interleaved) for a, c, s in zip(*each, strict=True)], -1)
+        streams_ = (t.chunk(streams, -1) for t in (x, cos, sin))
+        return torch.cat(
+            [rotate(a, c, s, interleaved) for a, c, s in zip(*streams_, strict=True)], -1
+        )
     wide = x if x.dtype == torch.float64 else x.float()
     a, b = wide.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else wide.chunk(2, -1)
     # rounded before they are put together, which the compiler does in memory

@@ -137,8 +137,8 @@ class Scale:
         if self.log:
             powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
             # evenly spaced on a logarithmic scale, almost
-            every = [m * 10.0**p for p in powers for m in (1, 2, 5)]
-            ticks = [tick for tick in every if self.low <= tick <= self.high]
+            candidates = [m * 10.0**p for p in powers for m in (1, 2, 5)]
+            ticks = [tick for tick in candidates if self.low <= tick <= self.high]
             return ticks if len(ticks) <= 7 else ticks[:: math.ceil(len(ticks) / 7)]
         step = round_step((self.high - self.low) / 5)
         first = math.ceil(self.low / step)

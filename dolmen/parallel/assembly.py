@@ -246,9 +246,9 @@ def _owners(
     strides = {"tp": 1, "fsdp": tp, "ep": tp, "edp": tp * ep}
     load = [0.0] * (mesh.fsdp.size * tp)
     owners: list[list[tuple[int, ...]]] = [[()] * way.stack for way in ways]
-    each = [(i, index) for i, way in enumerate(ways) for index in range(way.stack)]
+    matrices = [(i, index) for i, way in enumerate(ways) for index in range(way.stack)]
     holders = [math.prod(axis.size for axis, _ in way.inner) for way in ways]
-    for i, index in sorted(each, key=lambda at: (holders[at[0]], -cost(*ways[at[0]].shape))):
+    for i, index in sorted(matrices, key=lambda at: (holders[at[0]], -cost(*ways[at[0]].shape))):
         way = ways[i]
         outer, places = zip(_holder_ranks(way, index), way.outer, strict=True), {}
         first = sum(r * strides[axis.name] for r, axis in outer)

@@ -146,11 +146,11 @@ class SplitIntegerLinear:
         whole = int8.quantise_tokens(x, scale)
         sums = [
             compute.multiply_integers(
-                part.contiguous(), one, self.ones, self.zeros, int8.ZERO_POINT
+                part.contiguous(), block, self.ones, self.zeros, int8.ZERO_POINT
             )
-            for part, one in zip(whole.split(MAX_FLOAT_INPUTS, 1), self.blocks, strict=True)
+            for part, block in zip(whole.split(MAX_FLOAT_INPUTS, 1), self.blocks, strict=True)
         ]
-        return sums[0] if self.fits_float else reduce(add, (one.int() for one in sums))
+        return sums[0] if self.fits_float else reduce(add, (part.int() for part in sums))
 
     def apply_scales(
         self, sums: Shaped[Tensor, "here out"], scale: Float[Tensor, "here 1"]

@@ -78,7 +78,7 @@ class _LogProbabilities(TypedFunction):
         """Return gradients of x, weight and bias from g (of log p) and h (of the entropy)."""
         (x, weight, bias, labels, normalizer, entropy), call = ctx.saved_tensors, ctx.kept
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
-        entered, one = call.tp.gather_input(x), torch.ones_like(normalizer)
+        entered, unit = call.tp.gather_input(x), torch.ones_like(normalizer)
         if entropy is not None and h is not None:
             h = h.masked_fill(labels == loss.IGNORED, 0.0)
         dx = torch.empty_like(entered) if wants_dx else None
@@ -100,7 +100,7 @@ class _LogProbabilities(TypedFunction):
                     of_entropy *= slope
             # `loss.gradient` gives (p - onehot) weight, hence the minus
             chunk = labels[rows], call.first, x.dtype, slope, -g[rows]
-            dlogits = loss.gradient(p, one[rows], *chunk)
+            dlogits = loss.gradient(p, unit[rows], *chunk)
             if of_entropy is not None:
                 dlogits.add_(of_entropy)
             if dx is not None:

@@ -378,10 +378,10 @@ class Fp8Product:
             known = delayed.scales(operand, self.first, len(parts))
         if known is None:
             whole = self._reduce_amax(own, operand, along)
-            scales = [fp8.scale_of(one, format, granularity) for one in whole]
+            scales = [fp8.scale_of(weight, format, granularity) for weight in whole]
         else:
             # nothing is sent; and what is not finite here makes its scale NaN, as elsewhere
-            scales = [scale + one * 0 for scale, one in zip(known, own, strict=True)]
+            scales = [scale + shard * 0 for scale, shard in zip(known, own, strict=True)]
         # each payload is x / scale, clamped and rounded to 8 bits
         payloads = [
             fp8.quantise_with_scale(part, scale, format, granularity, along)
@@ -405,11 +405,11 @@ class Fp8Product:
         if not over:
             return own
         # one message for all experts
-        flat = torch.cat([one.flatten() for one in own])
+        flat = torch.cat([shard.flatten() for shard in own])
         for axis in over:
             flat = collectives.reduce_scalar(flat, axis, "max")
-        parts = flat.split([one.numel() for one in own])
-        return [part.view_as(one) for part, one in zip(parts, own, strict=True)]
+        parts = flat.split([shard.numel() for shard in own])
+        return [part.view_as(shard) for part, shard in zip(parts, own, strict=True)]
 
     def _products(self, left: Operands, right: Operands, dtype: torch.dtype) -> list[Tensor]:
         """Return left right^T of each pair in `dtype`, both contracted over their dim `along`: by

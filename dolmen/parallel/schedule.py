@@ -113,12 +113,12 @@ def parse_schedule(text: str, name: str) -> Schedule:
             )
     if not ranks:
         raise gate.refuse(name, "has no line of actions")
-    every = [action for actions in ranks for action in actions]
+    all_actions = [action for actions in ranks for action in actions]
     return Schedule(
         name,
         len(ranks),
-        max(a.micro for a in every) + 1,
-        max(a.chunk for a in every) + 1,
+        max(a.micro for a in all_actions) + 1,
+        max(a.chunk for a in all_actions) + 1,
         tuple(ranks),
         placement,
     )
@@ -155,8 +155,8 @@ def gpipe(ranks: int, micros: int, chunks: int = 1) -> Schedule:
     ValueError for several `chunks`.
     """
     _require_one_chunk("gpipe", chunks)
-    one = tuple(Action(kind, micro) for kind in "FB" for micro in range(micros))
-    return Schedule("gpipe", ranks, micros, 1, (one,) * ranks)
+    actions = tuple(Action(kind, micro) for kind in "FB" for micro in range(micros))
+    return Schedule("gpipe", ranks, micros, 1, (actions,) * ranks)
 
 
 def one_f_one_b(ranks: int, micros: int, chunks: int = 1) -> Schedule:

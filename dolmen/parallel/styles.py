@@ -225,7 +225,7 @@ def _check(name: str, part: nn.Module, style: Style, tp: Axis) -> None:
     if style == "sequence":
         return
     if (style, type(part)) not in MADE:
-        able = [kind.__name__ for one, kind in MADE if one == style]
+        able = [kind.__name__ for known, kind in MADE if known == style]
         raise ValueError(
             f"plan: {name} is a {type(part).__name__}, but {style} is for {' or '.join(able)}"
         )

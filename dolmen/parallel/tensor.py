@@ -459,7 +459,7 @@ def _linear(
     x comes from the residual stream. Breaks a compiled graph where factors are rounded.
     """
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
-        if any(one.rounding is not None for one in linears):
+        if any(linear.rounding is not None for linear in linears):
             return _uncompiled(x, linears, tp, enters)
     return _multiply_linears(x, linears, tp, enters)
 
@@ -471,21 +471,25 @@ def _multiply_linears(
     product is added and DoRA's gain applied. Prepacked and multi-LoRA weights take the inference
     path.
     """
-    if any(one.prepacked is not None or one.several is not None for one in linears):
+    if any(linear.prepacked is not None or linear.several is not None for linear in linears):
         # inference: nothing is kept for a backward, so x enters by a bare all-gather
         return _infer_linears(tp.gather_input(x) if enters else x, linears, tp)
-    weights = [one.weight for one in linears]
+    weights = [linear.weight for linear in linears]
     # of DoRA the gain comes before the bias
     gains = [
-        None if one.adapter is None else one.adapter.gain(one.whole(x.dtype), tp.axis)
-        for one in linears
+        None if linear.adapter is None else linear.adapter.gain(linear.whole(x.dtype), tp.axis)
+        for linear in linears
     ]
-    biases = [one.bias if gain is None else None for one, gain in zip(linears, gains, strict=True)]
-    adapters = [(i, one.adapter) for i, one in enumerate(linears) if one.adapter is not None]
+    biases = [
+        linear.bias if gain is None else None for linear, gain in zip(linears, gains, strict=True)
+    ]
+    adapters = [
+        (i, linear.adapter) for i, linear in enumerate(linears) if linear.adapter is not None
+    ]
     # A x shares the input of W x, so it rides on the same all-gather; B is applied after
     downs = [adapter.down for _, adapter in adapters]
     none = [None] * len(downs)
-    how = [*(tp.product(one) for one in linears), *none]
+    how = [*(tp.product(linear) for linear in linears), *none]
     products = _multiply(x, [*weights, *downs], [*biases, *none], how, tp, enters)
     if not adapters:
         return products
@@ -494,8 +498,8 @@ def _multiply_linears(
         (up,) = _multiply(h * adapter.scale, [adapter.up], [None], [None], tp, enters=False)
         ys[i].add_(up)  # the product just made, which nothing else reads
     return tuple(
-        y if gain is None else _apply_gain(y, gain, one.bias)
-        for y, gain, one in zip(ys, gains, linears, strict=True)
+        y if gain is None else _apply_gain(y, gain, linear.bias)
+        for y, gain, linear in zip(ys, gains, linears, strict=True)
     )
 
 
@@ -526,11 +530,11 @@ def _infer_linears(x: Tensor, linears: Sequence[Linear], tp: TensorParallel) -> 
     return tuple(ys)
 
 
-def _infer_linear(x: Tensor, one: Linear, tp: TensorParallel) -> Tensor:
+def _infer_linear(x: Tensor, linear: Linear, tp: TensorParallel) -> Tensor:
     """Return x W^T + b of one weight without multi-LoRA, by its prepacked form if it has one."""
-    if one.prepacked is not None:
-        return one.prepacked(x, one.bias)
-    return _multiply_linears(x, [one._replace(several=None)], tp, enters=False)[0]
+    if linear.prepacked is not None:
+        return linear.prepacked(x, linear.bias)
+    return _multiply_linears(x, [linear._replace(several=None)], tp, enters=False)[0]
 
 
 # A compiled block ends before products of eight bits and begins again behind them: what delayed
@@ -602,28 +606,28 @@ def rows(
     their biases. Products of integers are reduced one by one, before their scales.
     """
     pairs = list(zip(xs, linears, strict=True))
-    if any(isinstance(one.prepacked, SplitIntegerLinear) for one in linears):
-        y = reduce(add, [_integer_rows(x, one, tp) for x, one in pairs])
+    if any(isinstance(linear.prepacked, SplitIntegerLinear) for linear in linears):
+        y = reduce(add, [_integer_rows(x, linear, tp) for x, linear in pairs])
     else:
-        parts = [part_of_rows(x, one, tp) for x, one in pairs]
+        parts = [part_of_rows(x, linear, tp) for x, linear in pairs]
         y = tp.leave(reduce(add, parts))
-    for one in linears:
-        y = y if one.bias is None else y + one.bias
+    for linear in linears:
+        y = y if linear.bias is None else y + linear.bias
     return y
 
 
-def _integer_rows(x: Tensor, one: Linear, tp: TensorParallel) -> Tensor:
+def _integer_rows(x: Tensor, linear: Linear, tp: TensorParallel) -> Tensor:
     """Return a row-parallel product of integers, [here, out] without the bias: the sums are reduced
     exactly, so the result is that of a weight that is not cut. Adapters are reduced by themselves.
     """
-    product = one.prepacked
+    product = linear.prepacked
     assert isinstance(product, SplitIntegerLinear)
     scale = product.token_scales(x)
     sums = tp.leave(product.sums(x, scale))
     y = product.apply_scales(sums, local_tokens(scale, tp)).to(x.dtype)
-    if one.several is None:
+    if linear.several is None:
         return y
-    return y + tp.leave(one.several.add_to(x.new_zeros(len(x), y.shape[1]), x))
+    return y + tp.leave(linear.several.add_to(x.new_zeros(len(x), y.shape[1]), x))
 
 
 def local_tokens(

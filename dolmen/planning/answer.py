@@ -48,19 +48,19 @@ def table(plan: Plan) -> Table:
     grid.add_column("layout", overflow="fold")
     for name in ("seconds", "90 %", "tok/s/GPU", "MFU", "HFU", "GiB", "bound"):
         grid.add_column(name, justify="right" if name != "bound" else "left", no_wrap=True)
-    for number, (one, tie) in enumerate(zip(plan.ranked, plan.ties, strict=True), 1):
-        e = one.estimate
+    for number, (candidate, tie) in enumerate(zip(plan.ranked, plan.ties, strict=True), 1):
+        e = candidate.estimate
         grid.add_row(
             str(number),
             tie_name(tie),
-            one.words,
+            candidate.words,
             f"{e.seconds:.3g}",
             f"{e.low:.3g}-{e.high:.3g}",
-            f"{per_gpu(plan, one):,.0f}",
-            f"{one.mfu:.1%}",
-            f"{one.hfu:.1%}",
-            f"{one.fullest / 2**30:.1f}",
-            one.bound,
+            f"{per_gpu(plan, candidate):,.0f}",
+            f"{candidate.mfu:.1%}",
+            f"{candidate.hfu:.1%}",
+            f"{candidate.fullest / 2**30:.1f}",
+            candidate.bound,
         )
     return grid
 
@@ -72,9 +72,9 @@ def tie_name(number: int) -> str:
     return chr(ord("A") + number - 1) if number <= 26 else str(number)
 
 
-def per_gpu(plan: Plan, one: Candidate) -> float:
+def per_gpu(plan: Plan, candidate: Candidate) -> float:
     """Return the tokens per second and GPU of a layout."""
-    return plan.step_tokens / one.estimate.seconds / plan.gpus
+    return plan.step_tokens / candidate.estimate.seconds / plan.gpus
 
 
 def notes(plan: Plan) -> list[str]:
@@ -101,19 +101,20 @@ def dry_run_lines(plan: Plan) -> list[str | Table]:
         return [*lines, f"No dry run of the first layout: {dry.left_out}."]
     grid = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
     grid.add_column("dry run of 1.", no_wrap=True)
-    for one in dry.ranks:
-        grid.add_column(f"rank {one.rank:,}", justify="right", no_wrap=True)
-    grid.add_row("peak GiB", *(format_compared(one.peak) for one in dry.ranks))
+    for rank in dry.ranks:
+        grid.add_column(f"rank {rank.rank:,}", justify="right", no_wrap=True)
+    grid.add_row("peak GiB", *(format_compared(rank.peak) for rank in dry.ranks))
     # kinds that hardly matter are not shown
-    least = DIFFERS * max(one.peak.counted for one in dry.ranks)
-    for kind in zip(*(one.held for one in dry.ranks), strict=True):
-        if any(abs(one.formed - one.counted) >= least for one in kind):
+    least = DIFFERS * max(rank.peak.counted for rank in dry.ranks)
+    for kind in zip(*(rank.held for rank in dry.ranks), strict=True):
+        if any(abs(compared.formed - compared.counted) >= least for compared in kind):
             grid.add_row(f"  {kind[0].name}", *map(format_compared, kind))
-    for axis in dict.fromkeys(sent.name for one in dry.ranks for sent in one.sent):
+    for axis in dict.fromkeys(sent.name for rank in dry.ranks for sent in rank.sent):
         # a boundary stage may send over fewer axes
-        per_rank = [next((s for s in one.sent if s.name == axis), None) for one in dry.ranks]
+        per_rank = [next((s for s in rank.sent if s.name == axis), None) for rank in dry.ranks]
         grid.add_row(
-            f"GiB sent over {axis}", *(format_compared(one) if one else "-" for one in per_rank)
+            f"GiB sent over {axis}",
+            *(format_compared(compared) if compared else "-" for compared in per_rank),
         )
     return [
         *lines,
@@ -129,8 +130,8 @@ def _differing_seconds(step: float, dry: DryRun) -> list[str]:
     DIFFERS) than the closed forms count: how many of its `step` seconds that may change.
     """
     lines = []
-    for axis in dict.fromkeys(sent.name for one in dry.ranks for sent in one.sent):
-        sent_by_rank = [sent for one in dry.ranks for sent in one.sent if sent.name == axis]
+    for axis in dict.fromkeys(sent.name for rank in dry.ranks for sent in rank.sent):
+        sent_by_rank = [sent for rank in dry.ranks for sent in rank.sent if sent.name == axis]
         # the slowest rank decides
         worst = max(sent_by_rank, key=lambda sent: abs(sent.more_seconds))
         seconds = worst.more_seconds
@@ -146,13 +147,13 @@ def _differing_seconds(step: float, dry: DryRun) -> list[str]:
     return lines
 
 
-def format_compared(one: Compared) -> str:
+def format_compared(compared: Compared) -> str:
     """Format as "60.09 (+3.8%)": GiB as counted, and the relative error of the closed form; where
     that is ten times the count or more, the closed form itself: "0.00 (2.93 in closed form)".
     """
-    if abs(one.off) >= 10:
-        return f"{one.counted / 2**30:,.2f} ({one.formed / 2**30:,.2f} in closed form)"
-    return f"{one.counted / 2**30:,.2f} ({one.off:+.1%})"
+    if abs(compared.off) >= 10:
+        return f"{compared.counted / 2**30:,.2f} ({compared.formed / 2**30:,.2f} in closed form)"
+    return f"{compared.counted / 2**30:,.2f} ({compared.off:+.1%})"
 
 
 def explanation(plan: Plan) -> list[str]:
@@ -160,10 +161,10 @@ def explanation(plan: Plan) -> list[str]:
     single changes would gain.
     """
     lines = []
-    for number, one in enumerate(plan.ranked, 1):
-        seconds = one.estimate.seconds
+    for number, candidate in enumerate(plan.ranked, 1):
+        seconds = candidate.estimate.seconds
         # largest first
-        parts = sorted(one.estimate.parts.items(), key=lambda part: -part[1])
+        parts = sorted(candidate.estimate.parts.items(), key=lambda part: -part[1])
         shares = ", ".join(
             f"{NAMES.get(name, name)} {value / seconds:.1%}"
             for name, value in parts
@@ -171,8 +172,8 @@ def explanation(plan: Plan) -> list[str]:
             if value >= 0.001 * seconds
         )
         # the rank that decides whether it fits
-        fullest = max(range(len(one.memory)), key=lambda rank: one.memory[rank].total)
-        stage = one.memory[fullest]
+        fullest = max(range(len(candidate.memory)), key=lambda rank: candidate.memory[rank].total)
+        stage = candidate.memory[fullest]
         # the rows of a dry run do not have the latter
         kinds = {**stage.live._asdict(), "context and workspace": stage.other}
         sizes = ", ".join(
@@ -181,28 +182,30 @@ def explanation(plan: Plan) -> list[str]:
             if value >= 0.05 * 2**30
         )
         lines += [
-            f"{number}. {one.words}: bound by {one.bound}",
+            f"{number}. {candidate.words}: bound by {candidate.bound}",
             f"   time: {shares}",
             f"   GiB of stage {fullest}: {sizes}",
         ]
         # empty where they were not requested
-        lines += [f"   {format_change(plan, one, change)}" for change in changes_to_show(one)]
+        lines += [
+            f"   {format_change(plan, candidate, change)}" for change in changes_to_show(candidate)
+        ]
     return lines
 
 
-def changes_to_show(one: Candidate) -> list[Change]:
+def changes_to_show(candidate: Candidate) -> list[Change]:
     """Return at most SHOWN changes: the fastest that fit, and the fastest of those that do not fit,
     if it is faster than the layout itself.
     """
-    fitting = [change for change in one.changes if change.fits][: SHOWN - 1]
+    fitting = [change for change in candidate.changes if change.fits][: SHOWN - 1]
     # what more memory would buy
-    faster = [c for c in one.changes if not c.fits and c.seconds < one.estimate.seconds]
+    faster = [c for c in candidate.changes if not c.fits and c.seconds < candidate.estimate.seconds]
     return [*fitting, *faster[:1]]
 
 
-def format_change(plan: Plan, one: Candidate, change: Change) -> str:
+def format_change(plan: Plan, candidate: Candidate, change: Change) -> str:
     """Format a change in a line: its time relative to the layout's, memory, and lacking memory."""
-    percent = change.seconds / one.estimate.seconds - 1
+    percent = change.seconds / candidate.estimate.seconds - 1
     way = f"{abs(percent):.1%} {'less' if percent < 0 else 'more'} time"
     # used only where it does not fit
     over = change.held - plan.cluster.device.memory
@@ -254,7 +257,8 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
         "fitting": plan.fitting,
         "interval": plan.interval,
         "ranked": [
-            _candidate_dict(plan, one, tie) for one, tie in zip(plan.ranked, plan.ties, strict=True)
+            _candidate_dict(plan, candidate, tie)
+            for candidate, tie in zip(plan.ranked, plan.ties, strict=True)
         ],
         **({} if plan.dry is None else {"dryrun": _dry_run_dict(plan.dry)}),
         **({"days": plan.days(plan.ranked[0].estimate).seconds} if plan.tokens else {}),
@@ -266,40 +270,40 @@ def _dry_run_dict(dry: DryRun) -> dict[str, Any]:
     return {
         "ranks": [
             {
-                "rank": one.rank,
-                "peak_bytes": one.peak.counted,
-                "closed_form_bytes": one.peak.formed,
-                "held": {kind.name: [kind.counted, kind.formed] for kind in one.held},
-                "sent": {axis.name: [axis.counted, axis.formed] for axis in one.sent},
-                "more_s": {axis.name: axis.more_seconds for axis in one.sent},
+                "rank": rank.rank,
+                "peak_bytes": rank.peak.counted,
+                "closed_form_bytes": rank.peak.formed,
+                "held": {kind.name: [kind.counted, kind.formed] for kind in rank.held},
+                "sent": {axis.name: [axis.counted, axis.formed] for axis in rank.sent},
+                "more_s": {axis.name: axis.more_seconds for axis in rank.sent},
             }
-            for one in dry.ranks
+            for rank in dry.ranks
         ],
         "struck": list(dry.struck),
         "left_out": dry.left_out,
     }
 
 
-def _candidate_dict(plan: Plan, one: Candidate, tie: int) -> dict[str, Any]:
+def _candidate_dict(plan: Plan, candidate: Candidate, tie: int) -> dict[str, Any]:
     """Return a layout of the ranking as plain values. `tie`: number of its group."""
-    e = one.estimate
+    e = candidate.estimate
     return {
-        "layout": one.layout,
+        "layout": candidate.layout,
         "tie": tie,
         "seconds": e.seconds,
         "low_s": e.low,
         "high_s": e.high,
         "parts_s": e.parts,
-        "tokens_s_gpu": per_gpu(plan, one),
-        "mfu": one.mfu,
-        "hfu": one.hfu,
-        "bound": one.bound,
-        "peak_bytes": one.fullest,
+        "tokens_s_gpu": per_gpu(plan, candidate),
+        "mfu": candidate.mfu,
+        "hfu": candidate.hfu,
+        "bound": candidate.bound,
+        "peak_bytes": candidate.fullest,
         "stages": [
             {**stage.live._asdict(), "other": stage.other, "total": stage.total}
-            for stage in one.memory
+            for stage in candidate.memory
         ],
-        "changes": [change._asdict() for change in one.changes],
+        "changes": [change._asdict() for change in candidate.changes],
     }
 
 

@@ -226,9 +226,9 @@ class _Block(Maker):
         (heads, kv), share, name = self.heads, self.share, self.program.attention
         of_key, of_value = self.block.mixer.head_sizes
         # a model of this block alone
-        one = replace(self.spec, runs=(LayerRun((self.block,), 1),))
+        block_model = replace(self.spec, runs=(LayerRun((self.block,), 1),))
         # a third of forward and backward together
-        per_token = attention_flops_per_token(one, share.length) / 3
+        per_token = attention_flops_per_token(block_model, share.length) / 3
         flops = round(per_token * share.tokens / share.tp)
         e, tokens = self.program.element, share.tokens
         q, out = e * tokens * heads * of_key, e * tokens * heads * of_value
@@ -399,6 +399,6 @@ class _Block(Maker):
         wide = rows * inner + self.share.tokens * self.heads[0] * self.block.mixer.head_size
         casts: list[Rows] = []
         for action, elements in (("F", x + wide), ("B", x + 2 * wide)):
-            one = memory(action, "mlp", "cast", 2 * elements / times, 2 * elements / times)
-            casts.append([replace(one, times=times)])
+            buffer = memory(action, "mlp", "cast", 2 * elements / times, 2 * elements / times)
+            casts.append([replace(buffer, times=times)])
         return casts[0], casts[1]

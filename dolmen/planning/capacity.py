@@ -54,9 +54,9 @@ def layer_bytes(
         mixer = block.mixer
         extra += tokens * e * 2 * ((mixer.q_rank or 0) + mixer.kv_rank)
         block = replace(block, mixer=AttentionSpec(mixer.heads, mixer.heads, mixer.head_size))
-    one = replace(spec, runs=(LayerRun((block,), 1),))
+    block_model = replace(spec, runs=(LayerRun((block,), 1),))
     how = {"cp": cp, "recompute": recompute, "element_bytes": e, **more}
-    kept = activation_bytes_per_layer(one, batch, length, **how)
+    kept = activation_bytes_per_layer(block_model, batch, length, **how)
     # full recomputation keeps the input of the layer only
     return kept + (0.0 if recompute == "full" else extra)
 

@@ -92,8 +92,8 @@ def _seen(queries: int, keys: int, left: int, right: int) -> int:
 def _count_flash_forward(args: Sequence[Any], options: dict[str, Any]) -> Multiplied:
     """Count two products: scores, and their weighted sum of values."""
     q, _, _, segments, _, queries, keys, _, causal = args[:9]
-    one = _count_flash(q, segments, (queries, keys), causal, options)
-    return one._replace(flops=2 * one.flops)
+    flops = _count_flash(q, segments, (queries, keys), causal, options)
+    return flops._replace(flops=2 * flops.flops)
 
 
 def _count_flash_backward(args: Sequence[Any], options: dict[str, Any]) -> Multiplied:
@@ -101,8 +101,8 @@ def _count_flash_backward(args: Sequence[Any], options: dict[str, Any]) -> Multi
     values.
     """
     _, q, _, _, _, _, segments, _, queries, keys, _, causal = args[:12]
-    one = _count_flash(q, segments, (queries, keys), causal, options)
-    return one._replace(flops=5 * one.flops)
+    flops = _count_flash(q, segments, (queries, keys), causal, options)
+    return flops._replace(flops=5 * flops.flops)
 
 
 def _count_cudnn(q: Tensor, k: Tensor, causal: bool, products: int) -> Multiplied:
@@ -305,7 +305,7 @@ class Counting(dispatch.Dispatch):
         ledger row.
         """
         # what stands for a part of a tensor, or for one to come, calls the operators itself
-        if any(is_distributed(one) or issubclass(one, dispatch.Arriving) for one in types):
+        if any(is_distributed(type_) or issubclass(type_, dispatch.Arriving) for type_ in types):
             return NotImplemented
         options, name = kwargs or {}, str(operator.overloadpacket)
         out = operator(*args, **options)
@@ -440,7 +440,7 @@ def _tensors(value: Any) -> list[Tensor]:
         value = value.values()
     elif not isinstance(value, (list, tuple)):
         return []
-    return [tensor for one in value for tensor in _tensors(one)]
+    return [tensor for item in value for tensor in _tensors(item)]
 
 
 def known_kinds(

@@ -60,10 +60,12 @@ class DryRunReport:
                 if any(bytes_by_rank):
                     table.add_row(f"  {word}", *map(log.gib, bytes_by_rank))
         table.add_row("  reached in", *(_peak_place(ledger) for ledger in self.ledgers))
-        self._add_rows(table, "FLOPs", [_flops_by_module(one) for one in self.ledgers], log.size)
+        self._add_rows(
+            table, "FLOPs", [_flops_by_module(ledger) for ledger in self.ledgers], log.size
+        )
         sent = [
-            {f"{a} {op}": both for (a, op), both in _sends_by_axis(one).items()}
-            for one in self.ledgers
+            {f"{a} {op}": both for (a, op), both in _sends_by_axis(ledger).items()}
+            for ledger in self.ledgers
         ]
         self._add_rows(
             table, "sent: messages and bytes", sent, lambda both: f"{both[0]:,}  {log.gib(both[1])}"

@@ -78,7 +78,9 @@ def report(request: DryrunRequest, progress: bool = False) -> DryRunReport:
     pp = run.layout.world // run.layout.pp
     steps = [shorten_step(run, rank, options.exact).schedule for rank in ranks]
     # for the bar
-    actions = [len(one.actions[rank // pp]) for one, rank in zip(steps, ranks, strict=True)]
+    actions = [
+        len(schedule.actions[rank // pp]) for schedule, rank in zip(steps, ranks, strict=True)
+    ]
     done, counts = count(1), []
     title = f"dry run of {plural(len(ranks), 'rank')} of {run.layout.world:,}"
     with bar(title, sum(actions), progress, MofNCompleteColumn()) as reach:

@@ -54,19 +54,19 @@ def ranking(plan: Plan) -> Drawing:
     axis(drawing, scale, bottom, "seconds of a step, and 90 % interval", 22)
     for x, title in ((715, "tokens/s"), (775, "MFU"), (840, "memory"), (912, "bound by")):
         drawing.text(x, 14, title, "label", "end")
-    for i, one in enumerate(shown):
-        y, found = 30 + BAR_ROW * (i + 0.5), one.estimate
-        draw_name(drawing, one, y, i == 0)
+    for i, candidate in enumerate(shown):
+        y, found = 30 + BAR_ROW * (i + 0.5), candidate.estimate
+        draw_name(drawing, candidate, y, i == 0)
         drawing.line([(scale(found.low), y), (scale(found.high), y)], "whisker")
         for end in (found.low, found.high):
             drawing.line([(scale(end), y - 4), (scale(end), y + 4)], "whisker")
-        hint = f"{one.words}: {found.seconds:.4g} s, {found.low:.4g} to {found.high:.4g}"
+        hint = f"{candidate.words}: {found.seconds:.4g} s, {found.low:.4g} to {found.high:.4g}"
         drawing.dot(scale(found.seconds), y, hint)
         cells = (
             (715, f"{plan.step_tokens / found.seconds:,.0f}"),
-            (775, f"{one.mfu:.1%}"),
-            (840, f"{one.fullest / 2**30:.1f} GiB"),
-            (912, one.bound),
+            (775, f"{candidate.mfu:.1%}"),
+            (840, f"{candidate.fullest / 2**30:.1f} GiB"),
+            (912, candidate.bound),
         )
         for x, cell in cells:
             drawing.text(x, y + 4, cell, "", "end")
@@ -87,19 +87,19 @@ def step(plan: Plan) -> Drawing:
         drawing.legend({FILL.get(n, n): names[n] for n in part}, y, 0)
     scale = Scale(0, max(c.estimate.seconds for c in shown) * 1.02, BARS_LEFT, 900)
     axis(drawing, scale, bottom, "seconds", 52)
-    for i, one in enumerate(shown):
+    for i, candidate in enumerate(shown):
         y = 60 + BAR_ROW * i
-        draw_name(drawing, one, y + BAR_ROW / 2 - 3, i == 0)
-        _draw_bar(drawing, one, scale, y, names)
+        draw_name(drawing, candidate, y + BAR_ROW / 2 - 3, i == 0)
+        _draw_bar(drawing, candidate, scale, y, names)
     return drawing
 
 
-def draw_name(drawing: Drawing, one: Candidate, y: float, best: bool) -> None:
+def draw_name(drawing: Drawing, candidate: Candidate, y: float, best: bool) -> None:
     """Write a layout left of its row at height `y`: the mesh, and below it, smaller, the other
     options. `best`: in bold.
     """
-    mesh = {name: value for name, value in one.layout.items() if name in MESH}
-    rest = words({name: value for name, value in one.layout.items() if name not in MESH})
+    mesh = {name: value for name, value in candidate.layout.items() if name in MESH}
+    rest = words({name: value for name, value in candidate.layout.items() if name not in MESH})
     for long, brief in BRIEF.items():
         rest = rest.replace(long, brief)
     # characters that fit left of the bars
@@ -111,16 +111,16 @@ def draw_name(drawing: Drawing, one: Candidate, y: float, best: bool) -> None:
 
 
 def _draw_bar(
-    drawing: Drawing, one: Candidate, scale: Scale, y: float, names: dict[str, str]
+    drawing: Drawing, candidate: Candidate, scale: Scale, y: float, names: dict[str, str]
 ) -> None:
     """Draw the stacked bar of a layout's step at height `y`, with shares where they fit. `names`:
     parts and their texts, in order.
     """
     before = 0.0
     for name, said in names.items():
-        seconds = one.estimate.parts.get(name, 0.0)
+        seconds = candidate.estimate.parts.get(name, 0.0)
         x, width = scale(before), scale(before + seconds) - scale(before)
-        share = seconds / one.estimate.seconds
+        share = seconds / candidate.estimate.seconds
         drawing.box(x, y, width, BAR_ROW - 6, FILL.get(name, name), f"{said}: {seconds:.4g} s")
         # pixels that "12%" takes
         if width > 34:
@@ -225,10 +225,10 @@ def course(memory: StageMemory, timeline: Timeline, rank: int) -> list[tuple[flo
     if not after:
         held = timeline.chunks_held(rank)
         # the peak belongs to the most chunks that are held
-        each = memory.live.activation / max(1, *held)
-        after = tuple(rest + each * count for count in held)
+        per_microbatch = memory.live.activation / max(1, *held)
+        after = tuple(rest + per_microbatch * count for count in held)
     before = (min(rest, after[0]), *after[:-1])
-    return [(max(one, two), two) for one, two in zip(before, after, strict=True)]
+    return [(max(first, second), second) for first, second in zip(before, after, strict=True)]
 
 
 MOST_RANKS = 16
@@ -305,8 +305,8 @@ def _draw_actions(
             # room for the number; only chunk 0 is numbered
             if width > 7 * len(str(action.micro)) and not action.chunk:
                 numbers.append((x + width / 2, str(action.micro)))
-        for kind, each in boxes.items():
-            drawing.boxes(each, y + 2, RANK_HEIGHT - 4, kind)
+        for kind, box_list in boxes.items():
+            drawing.boxes(box_list, y + 2, RANK_HEIGHT - 4, kind)
         for x, micro in numbers:
             drawing.text(x, y + 14, micro, "tiny", "middle")
         drawing.text(TIMELINE_LEFT - 8, y + 14, f"rank {rank}", "small", "end")
@@ -323,24 +323,24 @@ def traffic(plan: Plan) -> Drawing:
     link is busy.
     """
     found = plan.ranked[0].traffic
-    tiers = list(dict.fromkeys(one.tier for one in found))
+    tiers = list(dict.fromkeys(traffic.tier for traffic in found))
     bottom = 36 + 40 * max(1, len(tiers))
     drawing = Drawing("Traffic on each tier of the network", bottom + 40)
     if not found:
         drawing.text(0, 60, "Nothing crosses a link: every rank is alone on each axis.", "label")
         return drawing
-    drawing.legend({a: a for a in AXES if any(one.axis == a for one in found)}, 14)
-    most = max(sum(one.sent for one in found if one.tier == tier) for tier in tiers)
+    drawing.legend({a: a for a in AXES if any(traffic.axis == a for traffic in found)}, 14)
+    most = max(sum(traffic.sent for traffic in found if traffic.tier == tier) for tier in tiers)
     scale = Scale(0, most * 1.02 / GB, 110, 700)
     axis(drawing, scale, bottom, "GB that a GPU sends in a step", 30)
     for i, tier in enumerate(tiers):
         y, before, busy = 40 + 40 * i, 0.0, 0.0
         drawing.text(100, y + 16, tier, "", "end")
-        for one in (each for each in found if each.tier == tier):
-            x, after = scale(before), scale(before + one.sent / GB)
-            hint = f"{one.axis} over {tier}: {one.sent / GB:.3g} GB, {one.seconds:.3g} s"
-            drawing.box(x, y, after - x, 24, one.axis, hint)
-            before, busy = before + one.sent / GB, busy + one.seconds
+        for entry in (traffic for traffic in found if traffic.tier == tier):
+            x, after = scale(before), scale(before + entry.sent / GB)
+            hint = f"{entry.axis} over {tier}: {entry.sent / GB:.3g} GB, {entry.seconds:.3g} s"
+            drawing.box(x, y, after - x, 24, entry.axis, hint)
+            before, busy = before + entry.sent / GB, busy + entry.seconds
         # over 100 %: the link bounds the step
         share = busy / plan.ranked[0].estimate.seconds
         words = f"{before:.3g} GB; busy {busy:.3g} s, {share:.0%} of the step"
@@ -447,9 +447,9 @@ def _draw_fleets(
     """Draw one panel from `left` to `right`: days against each of `worths` (name -> value of a
     fleet), the front as a line, all fleets as dots with intervals. `words`: title of the axis.
     """
-    every = [plan.days(fleet.estimate) for fleet in plan.fleets]
+    all_days = [plan.days(fleet.estimate) for fleet in plan.fleets]
     values = [worth(fleet) for worth in worths.values() for fleet in plan.fleets]
-    low, high = min(d.low for d in every), max(d.high for d in every)
+    low, high = min(d.low for d in all_days), max(d.high for d in all_days)
     # halving the days doubles the GPUs: a straight line
     days = Scale(low / 1.15, high * 1.15, left, right, log=True)
     across = Scale(min(values) / 1.3, max(values) * 1.3, 250, 40, log=True)

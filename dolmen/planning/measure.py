@@ -73,8 +73,8 @@ def measure_device() -> MeasuredRates:
     # 4 bytes read and 4 written per element
     bandwidth = 8 * SWEPT / fastest(lambda: into.copy_(swept))
     # no arithmetic: only the dispatch is timed
-    one = torch.zeros(1)
-    operator = fastest(lambda: one.add_(1))
+    element = torch.zeros(1)
+    operator = fastest(lambda: element.add_(1))
     return MeasuredRates(products, min(1.0, share), bandwidth, operator)
 
 

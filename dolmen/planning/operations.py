@@ -269,9 +269,9 @@ class Maker:
         parallelism an all-gather of the input and a reduce-scatter of its gradient.
         """
         share = self.share
-        forward = [row for one in linears for row in one[0]]
-        inputs = [one[1][0] for one in linears]
-        weights = [row for one in linears for row in one[1][1:]]
+        forward = [row for linear in linears for row in linear[0]]
+        inputs = [linear[1][0] for linear in linears]
+        weights = [row for linear in linears for row in linear[1][1:]]
         if share.tp == 1 or not sends:
             return forward, [*inputs, *weights]
         if share.sequence_parallel:

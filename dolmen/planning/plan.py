@@ -274,11 +274,11 @@ class Plan:
         """
         numbers: list[int] = []
         most = 0.0
-        for one in self.ranked:
-            seconds = one.estimate.seconds
+        for candidate in self.ranked:
+            seconds = candidate.estimate.seconds
             # beyond the interval of the group's fastest
             if seconds > most:
-                most = one.estimate.high
+                most = candidate.estimate.high
                 # a new group: its interval decides from here
                 numbers.append(numbers[-1] + 1 if numbers else 1)
             else:

@@ -132,8 +132,8 @@ class Pricing:
         bs = [_rank_total(rank, backward) for rank in ranks]
         # it sets the pace of the steady state
         slowest = max(f + b for f, b in zip(fs, bs, strict=True))
-        f = sum(n.ranks * each for n, each in zip(ranks, fs, strict=True)) / p
-        b = sum(n.ranks * each for n, each in zip(ranks, bs, strict=True)) / p
+        f = sum(n.ranks * seconds for n, seconds in zip(ranks, fs, strict=True)) / p
+        b = sum(n.ranks * seconds for n, seconds in zip(ranks, bs, strict=True)) / p
         if choice.schedule in ("gpipe", "1f1b"):
             idle = f + b
         elif choice.schedule == "interleaved":
@@ -205,7 +205,7 @@ class Pricing:
         parts = dict(estimate.parts)
         slowest = max(
             (self._rank_seconds(choice, rank, stages) for rank in range(p)),
-            key=lambda one: one.total,
+            key=lambda estimate: estimate.total,
         )
         for name, seconds in slowest.named_seconds().items():
             # in the steady state the slowest rank never idles
@@ -267,10 +267,10 @@ class Pricing:
         if choice.schedule.startswith("zero-bubble"):  # after the last weight gradients
             return exposed_seconds(gather, forward, first) + reduce
         if choice.zero == 3:
-            each = exposed_seconds(gather, forward, first) + exposed_seconds(
+            exposed = exposed_seconds(gather, forward, first) + exposed_seconds(
                 gather + reduce, backward, first
             )
-            return self.micros(choice) * each
+            return self.micros(choice) * exposed
         # ZeRO 2 frees what it gathered with each backward
         times = self.micros(choice) if choice.zero == 2 else 1
         return times * (
@@ -288,8 +288,8 @@ class Pricing:
             # bytes per element: gradients are reduced in fp32
             payloads = {"all-reduce": 4, "all-gather": size, "reduce-scatter": 4}
             every, gather, reduce = (
-                units * collective_seconds(op, each * elements // units, road)
-                for op, each in payloads.items()
+                units * collective_seconds(op, payload * elements // units, road)
+                for op, payload in payloads.items()
             )
             self._sent[key] = every, gather, reduce
         return self._sent[key]
@@ -417,12 +417,12 @@ def traffic(pricing: Pricing, choice: LayoutChoice) -> tuple[Traffic, ...]:
     )
     sums: dict[tuple[str, str], tuple[float, float]] = {}
     for row in pricing.crossing(choice, rank):
-        for one in tier_traffic(row, machine):
-            sent, seconds = sums.get((one.tier, one.axis), (0.0, 0.0))
-            sums[one.tier, one.axis] = sent + one.sent, seconds + one.seconds
+        for entry in tier_traffic(row, machine):
+            sent, seconds = sums.get((entry.tier, entry.axis), (0.0, 0.0))
+            sums[entry.tier, entry.axis] = sent + entry.sent, seconds + entry.seconds
     tiers = [NODE, *(tier.name for tier in pricing.cluster.tiers), "network"]
     entries = (Traffic(*key, *values) for key, values in sums.items())
-    return tuple(sorted(entries, key=lambda one: (tiers.index(one.tier), one.axis)))
+    return tuple(sorted(entries, key=lambda traffic: (tiers.index(traffic.tier), traffic.axis)))
 
 
 def tier_traffic(row: LedgerRow, machine: Machine) -> Iterator[Traffic]:

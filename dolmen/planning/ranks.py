@@ -100,7 +100,9 @@ class ModelRanks:
                 # ends have embedding or head, so they are classes of their own
                 ends = rank if rank in (0, choice.pp - 1) else None
                 classes.setdefault((kinds, ends), []).append(rank)
-            self._telling[key] = sorted({r for one in classes.values() for r in (one[0], one[-1])})
+            self._telling[key] = sorted(
+                {r for class_ranks in classes.values() for r in (class_ranks[0], class_ranks[-1])}
+            )
         return self._telling[key]
 
     def elements(self, choice: LayoutChoice, rank: int) -> int:
@@ -125,7 +127,7 @@ class ModelRanks:
                 ends += ParameterCount.count(self._head_params, sizes)
             if last and not first and self.spec.head.tied:  # the table has two owners
                 ends += ParameterCount.count({"embed.weight": self._first["embed.weight"]}, sizes)
-            largest = max(here, key=lambda one: one.number, default=ParameterCount())
+            largest = max(here, key=lambda count: count.number, default=ParameterCount())
             self._parameters[key] = RankParameters(sum(here, ParameterCount()), ends, largest)
         return self._parameters[key]
 
@@ -134,7 +136,7 @@ class ModelRanks:
         if (tp, ep) not in self._of_blocks:
             params = [select_prefix(self.spec.params, f"layers.{i}") for i in self.examples]
             self._of_blocks[tp, ep] = [
-                ParameterCount.count(one, {"tp": tp, "ep": ep}) for one in params
+                ParameterCount.count(params_, {"tp": tp, "ep": ep}) for params_ in params
             ]
         return self._of_blocks[tp, ep]
 

@@ -107,7 +107,9 @@ def write_report(plan: Plan, folder: Path) -> Path:
 
 def page(plan: Plan) -> str:
     """Return the report of a plan as an HTML page."""
-    drawings = "\n".join(_figure_html(number, one, plan) for number, one in enumerate(FIGURES, 1))
+    drawings = "\n".join(
+        _figure_html(number, figure, plan) for number, figure in enumerate(FIGURES, 1)
+    )
     cluster = plan.cluster
     under = (
         f"{plural(plan.gpus, 'GPU')} of {cluster.name} ({cluster.device.name}), "

@@ -161,7 +161,7 @@ def make_plan(question: Question, options: PlanConfig, progress: bool = False) -
     if not result.best:
         raise ValueError(refusal(question, result))
     timed = [(question.pricing.full(choice), choice) for choice in result.best]
-    timed.sort(key=lambda one: one[0].estimate.seconds)
+    timed.sort(key=lambda candidate: candidate[0].estimate.seconds)
     dry = None
     if options.dryrun:
         dry = confirm(question, [choice for _, choice in timed], progress)
@@ -177,8 +177,8 @@ def make_plan(question: Question, options: PlanConfig, progress: bool = False) -
         question.cluster,
         question.cluster.gpus,
         tuple(
-            candidate(question, choice, one, options.explain or options.json is not None)
-            for one, choice in timed[: options.top]
+            candidate(question, choice, estimated, options.explain or options.json is not None)
+            for estimated, choice in timed[: options.top]
         ),
         Timeline(first.schedule, first.simulation),
         considered=result.considered,
@@ -321,5 +321,5 @@ def bound(parts: dict[str, float]) -> str:
         name = BOUNDS.get(name, name)
         sums[name] = sums.get(name, 0.0) + seconds
     whole, computed = sum(sums.values()), sums.pop("compute", 0.0)
-    name, most = max(sums.items(), key=lambda one: one[1], default=("compute", 0.0))
+    name, most = max(sums.items(), key=lambda item: item[1], default=("compute", 0.0))
     return name if most > 0.1 * whole or computed == 0 else "compute"

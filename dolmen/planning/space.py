@@ -310,4 +310,4 @@ def _pinned_values(known: tuple, pinned: object, alone: bool = False) -> tuple:
     """Return the `known` values, or only the pinned one. `alone`: the option has no effect here, so
     any pinned value stands for the one known value.
     """
-    return known if pinned is None or alone else tuple(one for one in known if one == pinned)
+    return known if pinned is None or alone else tuple(value for value in known if value == pinned)

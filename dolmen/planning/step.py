@@ -79,8 +79,8 @@ class Stage:
 
     def cost(self, waits: bool) -> Cost:
         """Return the costs for the simulator. `waits`: a rank does nothing else while it sends."""
-        every = (self.forward, self.backward, self.inputs)
-        forward, backward, inputs = (p.total + (self.send if waits else 0) for p in every)
+        parts = (self.forward, self.backward, self.inputs)
+        forward, backward, inputs = (p.total + (self.send if waits else 0) for p in parts)
         return Cost(forward, backward, inputs, self.weights.total, self.send)
 
 
@@ -99,7 +99,7 @@ def together(parts: Sequence[tuple[int, Stage]], send: float) -> Stage:
     of sending its result.
     """
     kinds = [[part.parts(kind).times(number) for number, part in parts] for kind in "FBIW"]
-    return Stage(*(sum(each, Parts()) for each in kinds), send=send)
+    return Stage(*(sum(kind, Parts()) for kind in kinds), send=send)
 
 
 def step_time(

@@ -72,9 +72,9 @@ def confirm(question: Question, choices: Sequence[LayoutChoice], progress: bool)
             continue
         if isinstance(counted, str):
             return DryRun((), tuple(struck), counted)
-        ranks = tuple(compare_rank(question, choice, one) for one in counted)
+        ranks = tuple(compare_rank(question, choice, counts) for counts in counted)
         # the context is in no ledger
-        peak = max(one.peak.counted for one in ranks) + question.cluster.device.reserved
+        peak = max(rank.peak.counted for rank in ranks) + question.cluster.device.reserved
         if peak <= question.cluster.device.memory:
             return DryRun(ranks, tuple(struck))
         over = peak - question.cluster.device.memory
@@ -132,11 +132,11 @@ def _is_whole(ranks: list[dict[str, Any]], run: RunConfig) -> bool:
     again.
     """
     wanted = ranks_of(DryrunConfig().ranks, run.layout.world)
-    return [one["rank"] for one in ranks] == wanted and all(
-        one["live_bytes"].keys() == {*WORDS.values()}
-        and min(one["live_bytes"].values()) >= 0
-        and sum(one["live_bytes"].values()) == one["peak_bytes"]
-        for one in ranks
+    return [rank["rank"] for rank in ranks] == wanted and all(
+        rank["live_bytes"].keys() == {*WORDS.values()}
+        and min(rank["live_bytes"].values()) >= 0
+        and sum(rank["live_bytes"].values()) == rank["peak_bytes"]
+        for rank in ranks
     )
 
 
@@ -150,10 +150,10 @@ def compare_rank(question: Question, choice: LayoutChoice, counted: dict[str, An
     sizes = {"tp": choice.tp, "cp": choice.cp, "ep": choice.ep, "pp": choice.pp}
     sizes["dp"] = choice.dp * choice.cp
     sent: Counter[str] = Counter()
-    for one in counted["collectives"]:
-        axis = AXES.get(one["axis"], one["axis"])
+    for collective in counted["collectives"]:
+        axis = AXES.get(collective["axis"], collective["axis"])
         if axis in sizes:
-            sent[axis] += bytes_leaving(one["op"], one["bytes"], sizes[axis])
+            sent[axis] += bytes_leaving(collective["op"], collective["bytes"], sizes[axis])
     formed_bytes: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     machine = question.pricing.machine(choice)

@@ -219,7 +219,7 @@ def plain(value: Any) -> Any:
             with suppress(OverflowError):
                 return float(value)
         case list() | tuple():
-            return [plain(one) for one in value]
+            return [plain(item) for item in value]
     return value
 
 

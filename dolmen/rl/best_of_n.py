@@ -90,7 +90,7 @@ def choose(job: Job, models: Mapping[str, ModelSource]) -> BestOfN:
     one with the highest reward to --best. Return the counts. Rows without any reward are left out.
     Raises ValueError, with nothing written, for a file that is not such an output.
     """
-    made, best, every, failed, without = [], [], [], 0, 0
+    made, best, all_rewards, failed, without = [], [], [], 0, 0
     with _combined_reward(job.config, models) as reward:
         for fields, where in _rows(job.output):
             row = PromptRow(
@@ -98,21 +98,21 @@ def choose(job: Job, models: Mapping[str, ModelSource]) -> BestOfN:
             )
             prompt = _tokens(job, row)
             texts = [
-                RewardInput(row.prompt, one["text"], row.fields, [*prompt, *one["tokens"]])
-                for one in fields["samples"]
+                RewardInput(row.prompt, sample["text"], row.fields, [*prompt, *sample["tokens"]])
+                for sample in fields["samples"]
             ]
-            each = reward(texts).rewards.tolist()
-            scored = [one for one in each if not math.isnan(one)]
-            failed, every = failed + len(each) - len(scored), every + scored
+            rewards = reward(texts).rewards.tolist()
+            scored = [reward_ for reward_ in rewards if not math.isnan(reward_)]
+            failed, all_rewards = failed + len(rewards) - len(scored), all_rewards + scored
             if not scored:
                 without += 1
                 continue
             best.append(max(scored))
-            chosen = fields["samples"][each.index(best[-1])]
+            chosen = fields["samples"][rewards.index(best[-1])]
             # of equal rewards the first sample is taken
             made.append(json_line({**row.fields, **chosen, "reward": best[-1]}))
     write.replace(expand(job.config.best or ""), b"".join(made))
-    return BestOfN(len(made), without, failed, _mean(best), _mean(every))
+    return BestOfN(len(made), without, failed, _mean(best), _mean(all_rewards))
 
 
 def _tokens(job: Job, row: PromptRow) -> list[int]:
@@ -130,7 +130,7 @@ def _rows(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
         where = f"{file}, line {line.number}"
         fields = gate.parse_json(line.content, where, OUTPUT_ROW)
         samples = fields.get("samples")
-        if not isinstance(samples, list) or not all(isinstance(one, dict) for one in samples):
+        if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
             raise gate.refuse(where, "it has no `samples`, as --num-samples 2 or more writes them")
         yield fields, where
 

@@ -87,10 +87,10 @@ class MultiTurn:
         completions = generate(
             [prompt.tokens for prompt in prompts], names, [max_tokens] * len(prompts)
         )
-        turns = [[self._decode(each.tokens)] for each in completions]
+        turns = [[self._decode(completion.tokens)] for completion in completions]
         failed = calls = 0
         # a truncated completion has no room for another turn
-        active = [each.prompt_index for each in completions if each.finished]
+        active = [completion.prompt_index for completion in completions if completion.finished]
         for number in range(1, self.max_turns + 1):
             replies = self._call_environment([(prompts[i], turns[i]) for i in active])
             failed += sum(bool(reply.error) for reply in replies)

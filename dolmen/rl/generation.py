@@ -209,14 +209,14 @@ def generate_completions(
             ended = engine.step().finished
             require_finite(ended)
             for sequence in ended:
-                logprobs = [each.logprob for each in sequence.logprobs]
+                logprobs = [logprob.logprob for logprob in sequence.logprobs]
                 sampled, finished = [True] * len(logprobs), sequence.finish_reason == "stop"
                 index = index_of[sequence.number]
                 completions.append(Completion(index, sequence.tokens, logprobs, sampled, finished))
     if mesh.size > 1:
         # all ranks of tp generate the same: one of them sends
         per_rank = consensus.gather_objects(completions if mesh.tp.rank == 0 else [])
-        completions = [each for rank in per_rank for each in rank]
+        completions = [completion for rank in per_rank for completion in rank]
     # by prompt_index, the first field
     return sorted(completions)
 
@@ -268,7 +268,7 @@ def resample_degenerate_groups(
 
 def _degenerate_numbers(samples: Sequence[HasReward], group_size: int) -> list[int]:
     """Return the indices of the groups whose rewards are all equal."""
-    rewards = torch.tensor([each.reward for each in samples])
+    rewards = torch.tensor([sample.reward for sample in samples])
     return degenerate_groups(rewards, group_size).nonzero()[:, 0].tolist()
 
 

@@ -197,28 +197,30 @@ class RolloutBatches:
         its updates read. Every rank calls it.
         """
         scored = self._sample_and_score(first_step)
-        completions = [each.completion for each in scored]
+        completions = [scored_completion.completion for scored_completion in scored]
         rollout = make_rollout(
-            [each.prompt.tokens for each in scored],
-            [each.tokens for each in completions],
-            [each.logprobs for each in completions],
+            [scored_completion.prompt.tokens for scored_completion in scored],
+            [completion.tokens for completion in completions],
+            [completion.logprobs for completion in completions],
             self.setup.max_length,
             self._length_multiple(),
-            [each.sampled for each in completions],
+            [completion.sampled for completion in completions],
         )
-        finished = torch.tensor([each.finished for each in completions])
+        finished = torch.tensor([completion.finished for completion in completions])
         if self.config.mask_truncated_completions:
             # a truncated completion has no right reward: it might have gone on to the answer
             labels = torch.where(finished[:, None], rollout.labels, IGNORED)
             rollout = replace(rollout, labels=labels)
         # after resampling: the penalty would make groups of equal rewards look different
         rewards = self._with_overlong_penalty(
-            torch.tensor([each.reward for each in scored]), completions
+            torch.tensor([scored_completion.reward for scored_completion in scored]), completions
         )
         rollout = self.add_targets(replace(rollout, rewards=rewards))
         self._report_sampling(rollout, completions)
         if self.mesh.first:
-            self._write(rollout, first_step, [each.row for each in scored])
+            self._write(
+                rollout, first_step, [scored_completion.row for scored_completion in scored]
+            )
         return rollout
 
     def _write(self, rollout: Rollout, first_step: int, rows: list[dict[str, Any]]) -> None:
@@ -345,8 +347,8 @@ class RolloutBatches:
         ]
         rewards, metrics = self.reward(texts)
         self.metrics |= metrics
-        every = zip(prompts, completions, texts, rewards.tolist(), strict=True)
-        return [ScoredCompletion(*each) for each in every]
+        rows = zip(prompts, completions, texts, rewards.tolist(), strict=True)
+        return [ScoredCompletion(*row) for row in rows]
 
     def _with_overlong_penalty(self, rewards: Tensor, completions: Sequence[Completion]) -> Tensor:
         """Return the rewards [completions] plus DAPO's penalty (negative) of completions near the
@@ -356,7 +358,7 @@ class RolloutBatches:
         if not config.overlong_buffer:
             return rewards
         penalty = config.overlong_penalty_factor * advantage.overlong_penalty(
-            torch.tensor([len(each.tokens) for each in completions]),
+            torch.tensor([len(completion.tokens) for completion in completions]),
             max_length=config.max_new_tokens,
             buffer=config.overlong_buffer,
         )
@@ -439,8 +441,8 @@ class RolloutBatches:
         """Add the metrics that are known only when completions were just sampled: mean length,
         share that is finished, KL from the reference.
         """
-        lengths = torch.tensor([float(sum(each.sampled)) for each in completions])
-        finished = torch.tensor([float(each.finished) for each in completions])
+        lengths = torch.tensor([float(sum(completion.sampled)) for completion in completions])
+        finished = torch.tensor([float(completion.finished) for completion in completions])
         self.metrics |= {
             "rollout/completion_length": float(lengths.mean()),
             "rollout/finished": float(finished.mean()),

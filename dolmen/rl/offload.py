@@ -54,11 +54,11 @@ class OffloadableMemory:
             return
         storages = _storages(self.tensors())
         if self.keep:
-            numbered = {str(number): each for number, each in enumerate(storages)}
+            numbered = {str(number): storage for number, storage in enumerate(storages)}
             self.copies = writer.copies(numbered, self.pinned)  # returns when they are complete
-        self.offloaded = [(each, each.nbytes) for each in storages]
-        for each in storages:
-            each.untyped_storage().resize_(0)
+        self.offloaded = [(storage, storage.nbytes) for storage in storages]
+        for storage in storages:
+            storage.untyped_storage().resize_(0)
 
     def reload(self) -> None:
         """Allocate the memory on the device again and restore its values; without `keep` they are
@@ -144,7 +144,7 @@ def offload_parts(
         memory = OffloadableMemory(_optimizer_tensors(optimizer), pinned)
         parts.append(OffloadPart(model, memory, is_optimizer=True))
     weights = [(model, OffloadableMemory(model.parameters, pinned)) for model in frozen]
-    return parts + [OffloadPart(*each) for each in weights]
+    return parts + [OffloadPart(*weight) for weight in weights]
 
 
 def _optimizer_tensors(optimizer: Optimizer) -> Callable[[], Iterable[Tensor]]:
@@ -153,6 +153,6 @@ def _optimizer_tensors(optimizer: Optimizer) -> Callable[[], Iterable[Tensor]]:
     def tensors() -> Iterable[Tensor]:
         """Yield the moments of all parameters."""
         for moments in optimizer.state.values():
-            yield from (each for each in moments.values() if isinstance(each, Tensor))
+            yield from (moment for moment in moments.values() if isinstance(moment, Tensor))
 
     return tensors

@@ -203,7 +203,7 @@ def make_reward_function(name: str, timeout: float) -> RewardFunction:
             expression = re.compile(pattern)
         except re.error as error:
             raise ValueError(f"reward {name}: not a regular expression: {error}") from None
-        return RuleReward(lambda each: float(expression.search(each.completion) is not None))
+        return RuleReward(lambda scored: float(expression.search(scored.completion) is not None))
     check_function_name(
         name, "reward", f"{', '.join(RULES)}, regex:PATTERN, the folder of a reward model or "
     )
@@ -350,10 +350,10 @@ class CombinedReward:
         for place, part in enumerate(self.parts):
             results = self._score(part, completions)
             try:
-                each = [self._resolve_failure(result) for result in results]
+                resolved = [self._resolve_failure(result) for result in results]
             except ValueError as error:  # the same on every rank
                 raise RewardError(str(error)) from None
-            rewards = torch.tensor(each)
+            rewards = torch.tensor(resolved)
             # a NaN of one part makes the completion's reward NaN: it is left out of training
             total += part.weight * rewards
             failed += sum(result.reward is None for result in results)
@@ -371,7 +371,7 @@ class CombinedReward:
         """
         scorer = part.scorer
         if isinstance(scorer, RewardModel):
-            scores = scorer([each.tokens for each in completions]).tolist()
+            scores = scorer([completion.tokens for completion in completions]).tolist()
             return [
                 RewardResult(score)
                 if math.isfinite(score)
@@ -382,8 +382,8 @@ class CombinedReward:
         def score_on_first_rank() -> list[RewardResult]:
             """Return the results of a function, up to a failure that ends the run."""
             results = []
-            for each in completions:
-                results.append(scorer(each))
+            for completion in completions:
+                results.append(scorer(completion))
                 if results[-1].reward is None and self.on_failure == "stop":
                     break  # the run stops for it: the others are not needed
             return results

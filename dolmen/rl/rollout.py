@@ -67,7 +67,7 @@ class Rollout:
             tokens, labels, Documents.from_starts(_document_starts(labels))
         ).add_positions(1)
         experts = self.experts[rows].long() if self.experts.numel() else None
-        numbers = {name: each[rows] for name, each in self.numbers.items()}
+        numbers = {name: values[rows] for name, values in self.numbers.items()}
         return replace(batch, numbers=numbers, experts=experts)
 
     @property
@@ -157,8 +157,8 @@ def make_rollout(
     labels = torch.full_like(tokens, IGNORED)
     sampled_logprobs = torch.zeros(tokens.shape)
     sampled = sampled or [[True] * len(completion) for completion in completions]
-    every = zip(prompts, completions, logprobs, sampled, strict=True)
-    for row, (prompt, completion, numbers, mask) in enumerate(every):
+    rows = zip(prompts, completions, logprobs, sampled, strict=True)
+    for row, (prompt, completion, numbers, mask) in enumerate(rows):
         text, first = torch.tensor([*prompt, *completion]), len(prompt) - 1
         end, mask = len(text) - 1, torch.tensor(mask)
         # inputs are all tokens but the last; labels are moved by one, as the last prompt token
@@ -203,7 +203,7 @@ def save(rollout: Rollout, out: Path, step: int, rows: Sequence[dict[str, Any]])
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     text_file = rollout_file(out, step).with_suffix(".jsonl")
     write.replace(text_file, lines.encode(errors="replace"))
-    tensors = {each.name: vars(rollout)[each.name].clone() for each in fields(rollout)}
+    tensors = {field.name: vars(rollout)[field.name].clone() for field in fields(rollout)}
     if not rollout.experts.numel():
         del tensors[EXPERTS]
     # last: a resumed run takes the iteration as complete where this file exists
@@ -236,7 +236,7 @@ def load(
     if not file.exists():
         return None
     stored = files.read_header(file)
-    names = [each.name for each in fields(kind)]
+    names = [field.name for field in fields(kind)]
     if EXPERTS not in stored:
         names.remove(EXPERTS)
     if sorted(stored) != sorted(names):

@@ -53,11 +53,11 @@ def parse_adapters(arguments: Sequence[str], taken: Collection[str] = ()) -> dic
     Raises ValueError, also as `check_adapters`.
     """
     pairs: list[tuple[str, str]] = []
-    for one in arguments:
-        name, sign, folder = one.partition("=")
+    for argument in arguments:
+        name, sign, folder = argument.partition("=")
         if not (sign and name.strip() and folder.strip()):
             raise ValueError(
-                f"adapters has {brief(one)}: use --adapters NAME=FOLDER, such as fr=fr-adapter"
+                f"adapters has {brief(argument)}: use --adapters NAME=FOLDER, such as fr=fr-adapter"
             )
         pairs.append((name, folder))
     return check_adapters(pairs, taken)
@@ -245,7 +245,7 @@ def _local_part(
     """Return this rank's tp shard of a parameter, or all of it if it is replicated. `param`: its
     spec.
     """
-    for one in param.shards:
-        if one.axis == "tp" and one.splits(tp.size):
-            whole = collectives.local_part(whole, one.dim, tp)
+    for shard in param.shards:
+        if shard.axis == "tp" and shard.splits(tp.size):
+            whole = collectives.local_part(whole, shard.dim, tp)
     return whole

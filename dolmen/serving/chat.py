@@ -90,7 +90,7 @@ class ChatSession:
                     yield written.add(new.token)
                 engine.require_finite(output.finished)
                 # a stop string in the last token counts as stopped
-                at_limit = any(one.finish_reason == "length" for one in output.finished)
+                at_limit = any(sequence.finish_reason == "length" for sequence in output.finished)
                 self.truncated = at_limit and written.stopped is None
                 if self.stopped or written.stopped is not None:
                     break

@@ -102,8 +102,8 @@ def parse_logit_bias(text: str) -> dict[int, float]:
     """
     biases: dict[int, float] = {}
     # "13:-5,7:2"
-    for one in text.split(","):
-        token, sign, number = one.partition(":")
+    for name in text.split(","):
+        token, sign, number = name.partition(":")
         try:
             value = float(number)
             # isdigit alone takes digits of other scripts, and superscripts, which int() refuses
@@ -111,11 +111,11 @@ def parse_logit_bias(text: str) -> dict[int, float]:
                 raise ValueError
         except ValueError:
             raise ValueError(
-                f"logit_bias has {brief(one)}: use --logit-bias ID:NUMBER,ID:NUMBER, such as 13:-5"
+                f"logit_bias has {brief(name)}: use --logit-bias ID:NUMBER,ID:NUMBER, such as 13:-5"
             ) from None
         # inf is checked with the other sampling parameters
         if math.isnan(value) or int(token) in biases:
-            raise ValueError(f"logit_bias has {brief(one)}: give each id once, and a number")
+            raise ValueError(f"logit_bias has {brief(name)}: give each id once, and a number")
         biases[int(token)] = value
     return biases
 

@@ -341,8 +341,8 @@ class Engine:
             self._runner.cache.fork(key, child)
         scheduler.running |= forks
         samples = {key: group} | forks
-        for (sample, one), token in zip(samples.items(), tokens, strict=True):
-            self._append_token(sample, one, token, step)
+        for (sample, request), token in zip(samples.items(), tokens, strict=True):
+            self._append_token(sample, request, token, step)
 
     def _append_token(
         self, key: int, group: SequenceGroup, token: SampledToken, step: StepOutput
@@ -429,10 +429,10 @@ def require_finite(finished: Sequence[FinishedSequence]) -> None:
     """Raise ValueError that names prompt and token of the first sequence (by request number) that
     finished because its logits are not finite.
     """
-    for one in sorted(finished, key=lambda one: one.number):
-        if one.finish_reason == "not finite":
+    for sequence in sorted(finished, key=lambda s: s.number):
+        if sequence.finish_reason == "not finite":
             raise ValueError(
-                f"the logits of new token {len(one.tokens) + 1} of prompt {one.id} are not finite: "
-                "the model has diverged, or needs --dtype float32 (generate), or "
+                f"the logits of new token {len(sequence.tokens) + 1} of prompt {sequence.id} are "
+                "not finite: the model has diverged, or needs --dtype float32 (generate), or "
                 "`dolmen.load(..., dtype=torch.float32)`"
             )

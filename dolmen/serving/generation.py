@@ -323,11 +323,15 @@ def generate_samples(
         while running.busy:
             finished = stops.finish(running, running.step())
             engine.require_finite(finished)
-            for one in finished:
-                text, reason = stops.take_text(one)
-                logprobs = [each.logprob for each in one.logprobs] if config.logprobs else None
-                prompt = prompts[one.number].prompt
-                out[one.number][one.sample] = Generated(prompt, one.tokens, text, logprobs, reason)
+            for sequence in finished:
+                text, reason = stops.take_text(sequence)
+                logprobs = (
+                    [logprob.logprob for logprob in sequence.logprobs] if config.logprobs else None
+                )
+                prompt = prompts[sequence.number].prompt
+                out[sequence.number][sequence.sample] = Generated(
+                    prompt, sequence.tokens, text, logprobs, reason
+                )
     return [[samples[i] for i in range(config.num_samples)] for samples in out]
 
 

@@ -426,34 +426,34 @@ class RowRunner:
         finished = self._stops.finish(engine, output)
         _require_finite(finished, self._running)
         self.meter.count(0, len(output.new_tokens))
-        for one in finished:
-            self._finish_sample(one)
+        for sequence in finished:
+            self._finish_sample(sequence)
         self.write_finished()
 
-    def _finish_sample(self, one: FinishedSequence) -> None:
+    def _finish_sample(self, sequence: FinishedSequence) -> None:
         """Store the output fields of a finished sample; with the row's last sample, hand the row to
         the queue.
         """
-        number, row = self._running[one.number]
-        samples = self._samples.setdefault(one.number, {})
-        samples[one.sample] = self._output_fields(one)
-        self.close += one.close
+        number, row = self._running[sequence.number]
+        samples = self._samples.setdefault(sequence.number, {})
+        samples[sequence.sample] = self._output_fields(sequence)
+        self.close += sequence.close
         count = self.job.config.num_samples
         if len(samples) < count:
             return
-        del self._running[one.number], self._samples[one.number]
+        del self._running[sequence.number], self._samples[sequence.number]
         ordered = [samples[i] for i in range(count)]
         fields = ordered[0] if count == 1 else {"samples": ordered}
         self.queue.finish(number, row.fields | fields)
 
-    def _output_fields(self, one: FinishedSequence) -> dict[str, Any]:
+    def _output_fields(self, sequence: FinishedSequence) -> dict[str, Any]:
         """Return what the output says about a sample: text, token ids, finish reason, and
         log-probabilities if requested.
         """
-        text, reason = self._stops.take_text(one)
-        fields = {"text": text, "tokens": one.tokens, "finish_reason": reason}
+        text, reason = self._stops.take_text(sequence)
+        fields = {"text": text, "tokens": sequence.tokens, "finish_reason": reason}
         if self.job.config.logprobs is not None:
-            fields["logprobs"] = [each.logprob for each in one.logprobs]
+            fields["logprobs"] = [logprob.logprob for logprob in sequence.logprobs]
         return fields
 
     def write_finished(self) -> bool:
@@ -474,9 +474,10 @@ def _require_finite(
     """Raise ValueError that names file and line of the first sequence whose logits are not
     finite.
     """
-    for one in finished:
-        if one.finish_reason == "not finite":
+    for sequence in finished:
+        if sequence.finish_reason == "not finite":
             raise ValueError(
-                f"{running[one.number][1].where}: the logits of new token {len(one.tokens) + 1} "
-                "are not finite: the model has diverged, or needs --dtype float32"
+                f"{running[sequence.number][1].where}: the logits of new token "
+                f"{len(sequence.tokens) + 1} are not finite: the model has diverged, or needs "
+                "--dtype float32"
             )

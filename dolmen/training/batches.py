@@ -147,7 +147,7 @@ def make_offloader(
     learning = [state] if state.critic is None else [state, state.critic.state]
     # the generator is no part of these: its values are dropped, as each iteration copies them anew
     frozen = reward.models if reference is None else [reference, *reward.models]
-    trained = [(one.model, one.optimizer) for one in learning]
+    trained = [(learner.model, learner.optimizer) for learner in learning]
     return Offloader(offload_parts(generator.mesh.device, trained, generator.model, frozen))
 
 

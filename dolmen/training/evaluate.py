@@ -299,12 +299,12 @@ def validate_sources(
     on, and a validation at step 0 returns its own in their place. `through` wraps the iteration
     over batches (progress for the watchdog). Every rank calls it.
     """
-    losses, every = {}, loader.validation_by_source
-    for name, rows in every.items():
+    losses, sources = {}, loader.validation_by_source
+    for name, rows in sources.items():
         batches = loader.validation_batches(most, mesh.dp.rank, mesh.dp.size, rows)
         losses[name] = mean_loss(state.model, through(batches), mesh, state.schedule).loss
     # masked LM predicts only some of the tokens, so its bytes are not all predicted
-    per_byte = bits_per_byte(losses, every) if loader.cloze is None else {}
+    per_byte = bits_per_byte(losses, sources) if loader.cloze is None else {}
     result = SourceValidation(losses, per_byte, dict(before))
     return result if state.step else replace(result, before=per_byte)
 
@@ -363,13 +363,20 @@ class Validator:
         for name in {*objective.names} - {*meaningful_metrics(objective, state.updates)}:
             del shown[name]
         loss, tokens = result.loss, result.tokens
-        each = self._validate_sources(state, most, through)
+        per_source = self._validate_sources(state, most, through)
         held_out = self.loader.validation_tokens
         size = self.loader.validation_bytes
         bits = result.bits_per_byte(size) if tokens == held_out and size is not None else None
         # bits per byte divide by the bytes of the whole split, so a part of its tokens gives none
         self.last = Validation(
-            state.step, loss, tokens, held_out, bits, each.losses, each.per_byte, each.before
+            state.step,
+            loss,
+            tokens,
+            held_out,
+            bits,
+            per_source.losses,
+            per_source.per_byte,
+            per_source.before,
         )
         if math.isfinite(loss):
             self.kept = self.last
@@ -378,7 +385,7 @@ class Validator:
             "val_loss": loss,
             "val_tokens": tokens,
             "tokens": state.tokens,
-            **each.row(),
+            **per_source.row(),
             **{f"val_{name}": value for name, value in shown.items()},
         }
         part = "" if tokens == held_out else f" of {held_out:,}"
@@ -390,7 +397,7 @@ class Validator:
             f"step {state.step}: validation loss {loss:.4f}{more} on {tokens:,}{part} "
             f"{self.loader.unit}s{why}"
         )
-        return row, [first, *(f"  {line}" for line in each.lines())]
+        return row, [first, *(f"  {line}" for line in per_source.lines())]
 
     def most(self, state: TrainState) -> int | None:
         """Return the largest number of windows that the validation at this step reads; None: all.

@@ -106,8 +106,8 @@ class TrainingHooks:
         """
         # order matters: `count` may end the run before anything is written, and `save` comes after
         # validation, whose result is part of the checkpoint
-        every = self.run.log.validate_every
-        validating = self.tenth if every is None else every
+        interval = self.run.log.validate_every
+        validating = self.tenth if interval is None else interval
         hooks = [(1, self.count), (self.run.log.every, self.log)]
         if self.run.log.profile is not None:
             hooks.append((self.run.log.profile, self.write_profile))

@@ -148,8 +148,8 @@ def train_steps(
         # the same on every rank, so that all leave the loop after the same step
         stopped = stop.agreed_signal = metrics.signal
         last = bool(stopped) or state.step == state.steps
-        for every, hook in hooks:
-            if last or every and state.step % every == 0:
+        for interval, hook in hooks:
+            if last or interval and state.step % interval == 0:
                 beat(state.step, hook.__name__)
                 # the progress is reported before each part, so that a hang names the part it is in
                 hook(state, metrics)

@@ -176,8 +176,8 @@ class Profile:
             return []
         tables = [table for table, *_ in everyone if table is not None]
         text = self._tables(tables, facts, recording.operators(), failed)
-        reasons = [f"on rank {rank}: {one}" for _, rank, some in everyone for one in some[:1]]
-        reasons += [f"on rank {mesh.rank}: {one}" for one in failed if not reasons]
+        reasons = [f"on rank {rank}: {reason}" for _, rank, some in everyone for reason in some[:1]]
+        reasons += [f"on rank {mesh.rank}: {reason}" for reason in failed if not reasons]
         if not reasons:
             return [*text, f"profile: {self._folder()}"]
         more = f" (and on {plural(len(reasons) - 1, 'other rank')})" if len(reasons) > 1 else ""

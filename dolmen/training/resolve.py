@@ -194,7 +194,7 @@ class Data:
     def sources(self) -> list[DataSource]:
         """All data sources, of training, validation and pretraining."""
         opened = [self.inputs, *([self.pretraining] if self.pretraining else [])]
-        return [one for inputs in opened for one in inputs.every_source]
+        return [source for inputs in opened for source in inputs.every_source]
 
 
 def open_data(resolved: ResolvedRun, progress: bool, verify: bool) -> Data:

@@ -246,13 +246,13 @@ def set_length(job: _Job, state: TrainState) -> None:
     with another batch size an epoch, or a number of tokens, ends at another step.
     """
     config, loader = job.config, job.loader
-    for each in (state, *([state.critic.state] if state.critic is not None else [])):
-        each.steps = run_steps(config, loader)
+    for trained in (state, *([state.critic.state] if state.critic is not None else [])):
+        trained.steps = run_steps(config, loader)
         if config.optimizer.warmup_tokens is not None:
-            each.warmup = config.warmup_steps
+            trained.warmup = config.warmup_steps
             # schedules count tokens, in steps of the current batch size: those before count as what
             # they read
-            each.lr_step_offset = loader.first(0) / loader.global_batch_size
+            trained.lr_step_offset = loader.first(0) / loader.global_batch_size
     state.new_rows = NewRows.from_config(config.train.new_rows, state.steps)
 
 

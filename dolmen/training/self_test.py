@@ -92,22 +92,22 @@ def product_shapes(
     spec: ModelSpec, exact: Exact, microbatch_size: int, tp: int
 ) -> list[ProductShape]:
     """Return the products of each weight that tp splits: output, input and weight gradient."""
-    tokens, one, leaves = microbatch_size * exact.tokens, exact.tokens, exact.tp
+    tokens, tokens_per_leaf, leaves = microbatch_size * exact.tokens, exact.tokens, exact.tp
     shapes = []
     for leaf in dict.fromkeys(spec.params.values()):
         if leaf.role == "head":
             # multiplied a sequence at a time
             out, block = -(-leaf.shape[0] // tp), exact.block(leaf.shape[0])
-            shapes += _column_shapes(one, one, out, block, leaf.shape[1])
+            shapes += _column_shapes(tokens_per_leaf, tokens_per_leaf, out, block, leaf.shape[1])
         elif leaf.role == "matrix" and leaf.shards[0].dim == 0:
             out, inputs = leaf.shape
-            shapes += _column_shapes(tokens, one, out // tp, out // leaves, inputs)
+            shapes += _column_shapes(tokens, tokens_per_leaf, out // tp, out // leaves, inputs)
         elif leaf.role == "matrix":
             out, inputs = leaf.shape
             shapes += [
-                ProductShape(tokens, inputs // leaves, out, one, out, "b"),
-                ProductShape(tokens, out, inputs // tp, one, inputs // leaves),
-                ProductShape(out, one, inputs // tp, out, inputs // leaves, "a"),
+                ProductShape(tokens, inputs // leaves, out, tokens_per_leaf, out, "b"),
+                ProductShape(tokens, out, inputs // tp, tokens_per_leaf, inputs // leaves),
+                ProductShape(out, tokens_per_leaf, inputs // tp, out, inputs // leaves, "a"),
             ]
     return list(dict.fromkeys(shapes))
 

@@ -192,7 +192,7 @@ def _global_counts(state: TrainState, terms: list[LossTerm], mesh: Mesh) -> tupl
     the first forward.
     """
     # [tokens, count] of each term, one after the other, in one all-reduce
-    numbers = [each for term in terms for each in count_term(term, state)]
+    numbers = [count for term in terms for count in count_term(term, state)]
     numbers = [device.scalar_tensor(n, torch.float64, mesh.device) for n in numbers]
     read, counts = collectives.reduce_scalar(torch.stack(numbers), mesh.dp).view(-1, 2).unbind(1)
     return read.sum(), counts
@@ -204,7 +204,7 @@ def _reduce_over_world(
     """All-reduce the results of `forward_backward` of all terms at once. Return for each term its
     mean loss and mean metrics [1 + names], and the tallies of all experts.
     """
-    tallies = torch.stack([each for _, each in local_sums]).sum(0)
+    tallies = torch.stack([sums for _, sums in local_sums]).sum(0)
     sizes = [len(sums) for sums, _ in local_sums]
     # one collective for all sums: latency, not bytes, is what it costs
     parts = torch.cat([*(sums for sums, _ in local_sums), tallies.flatten()])

@@ -141,7 +141,7 @@ def check_base(base: Vocabulary, new: Vocabulary) -> None:
         return
     vocab = content["model"]["vocab"]
     # unigram: a list of [token, score], whose places are ids
-    ids = vocab if isinstance(vocab, dict) else {one[0]: i for i, one in enumerate(vocab)}
+    ids = vocab if isinstance(vocab, dict) else {piece[0]: i for i, piece in enumerate(vocab)}
     other = [p.text for i, p in enumerate(model.pieces) if ids.get(p.text) != i]
     if other:
         raise ValueError(

@@ -195,8 +195,8 @@ def _pieces(
     """Map each new id to the old ids that its token is tokenised to. A token that the old tokenizer
     cannot write maps to all old ids, so that its mean row is that of the whole vocabulary.
     """
-    # `every`: for tokens that the old tokenizer cannot write
-    first, every = vocabulary_size(old), sorted(old.get_vocab().values())
+    # `ids`: for tokens that the old tokenizer cannot write
+    first, ids = vocabulary_size(old), sorted(old.get_vocab().values())
     model = old.backend_tokenizer.model
     special = {*new.backend_tokenizer.get_added_tokens_decoder()}
     pieces: dict[int, list[int]] = {}
@@ -204,7 +204,7 @@ def _pieces(
         if number >= first:
             # special tokens are stored as plain text, learned ones as the vocabulary writes them
             text = before.token_from_bytes(token.encode()) if number in special else token
-            pieces[number] = [piece.id for piece in model.tokenize(text or token)] or every
+            pieces[number] = [piece.id for piece in model.tokenize(text or token)] or ids
     return pieces
 
 
@@ -244,9 +244,9 @@ class TokenRows:
         """
         wide = torch.promote_types(old.dtype, torch.float32)
         for some in ids.split(AT_ONCE):
-            each = [self.pieces[number] for number in some.tolist()]
-            offsets = torch.tensor([0, *map(len, each)]).cumsum(0)[:-1]
-            flat = torch.tensor([piece for pieces in each for piece in pieces])
+            token_pieces = [self.pieces[number] for number in some.tolist()]
+            offsets = torch.tensor([0, *map(len, token_pieces)]).cumsum(0)[:-1]
+            flat = torch.tensor([piece for pieces in token_pieces for piece in pieces])
             # only rows that are needed are widened
             table, places = flat.unique(return_inverse=True)
             rows = old[table].to(wide).reshape(len(table), -1)
@@ -301,7 +301,7 @@ class ExtendedSource(WeightsAlone):
         """Enlarged shape and unchanged dtype of each parameter."""
         params = self.spec.params
         return {
-            name: Spec(params[name].shape, one.dtype) for name, one in self.source.specs.items()
+            name: Spec(params[name].shape, spec.dtype) for name, spec in self.source.specs.items()
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:

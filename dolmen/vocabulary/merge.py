@@ -354,7 +354,7 @@ def _bpe(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Added, Files]:
     whole = deepcopy(base.content)
     model = whole["model"]
     pairs = [
-        tuple(one.split(" ")) if isinstance(one, str) else tuple(one) for one in model["merges"]
+        tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]
     ]
     known = Merges({(pair[0], pair[1]): number for number, pair in enumerate(pairs)})
     before = len(known.ranks)

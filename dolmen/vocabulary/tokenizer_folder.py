@@ -69,7 +69,7 @@ class Vocabulary:
         text is tokenised.
         """
         added = [] if self.content is None else self.content.get("added_tokens") or []
-        return {one["id"]: one["content"] for one in added}
+        return {token["id"]: token["content"] for token in added}
 
     @cached_property
     def learned(self) -> dict[str, float | None]:
@@ -223,10 +223,10 @@ def form_of(content: dict[str, Any]) -> Form | None:
 def _has(step: Any, kind: str) -> bool:
     """True if a step of a tokenizer.json, or a part of it, is of type `kind`."""
     if isinstance(step, list):
-        return any(_has(one, kind) for one in step)
+        return any(_has(item, kind) for item in step)
     if not isinstance(step, dict):
         return False
-    return step.get("type") == kind or any(_has(one, kind) for one in step.values())
+    return step.get("type") == kind or any(_has(item, kind) for item in step.values())
 
 
 def size(vocabulary: Vocabulary) -> int:

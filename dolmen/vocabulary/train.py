@@ -97,7 +97,7 @@ def draw(
             # not kept at all.
             total, limit = total - gone, -largest
     # back to the order of the text
-    heap.sort(key=lambda one: one[1])
+    heap.sort(key=lambda item: item[1])
     lines = [line for _, _, line, _ in heap]
     return Sample(lines, total, whole, frozenset().union(*lines))
 
@@ -166,7 +166,7 @@ def train(config: VocabTrainConfig, progress: bool = True) -> Trained:
     with writing.replace_when_complete(to) as (part, _):
         LEARN[config.kind](config, sample, part)
         tokenizer = load_tokenizer(str(part), "--to")
-        lines = [line for one in sample.lines[:ROUND_TRIP_LINES] for line in lines_of(one)]
+        lines = [line for entry in sample.lines[:ROUND_TRIP_LINES] for line in lines_of(entry)]
         check_round_trip(tokenizer, lines, "--to")
         if config.kind != "byte-bpe":
             check_sentencepiece(tokenizer, str(part / MODELS[0]), lines)

@@ -159,8 +159,8 @@ def write_page(folders: list[Path], to: Path) -> Path:
 
 def _group(group: Group) -> str:
     """Return the HTML of a group of figures: small ones in a grid, then wide ones."""
-    wide = "\n".join(_figure(one) for one in group.figures if one.name in WIDE)
-    small = "\n".join(_figure(one) for one in group.figures if one.name not in WIDE)
+    wide = "\n".join(_figure(figure) for figure in group.figures if figure.name in WIDE)
+    small = "\n".join(_figure(figure) for figure in group.figures if figure.name not in WIDE)
     grid = f'<div class="grid">\n{small}\n</div>\n' if small else ""
     return f"<section>\n<h2>{escape(group.heading)}</h2>\n{grid}{wide}\n</section>"
 

@@ -244,11 +244,11 @@ class History:
         """Return the history as plain values. Starts that have no end and are followed by another
         were killed; their last step is the one that the next start reports as reached.
         """
-        for one, after in pairwise(self.starts):
-            one["ended"] = one["ended"] or "killed"
-            if one["until"] is None:
+        for start, after in pairwise(self.starts):
+            start["ended"] = start["ended"] or "killed"
+            if start["until"] is None:
                 # a killed start writes no end: the next one reports the last step in metrics.jsonl
-                one["until"] = after.get("reached")
+                start["until"] = after.get("reached")
         return {
             "starts": self.starts,
             "saved": self.saved,

@@ -159,9 +159,9 @@ class Series:
         return {
             "rows": self.rows,
             "width": self.width,
-            "step": [one.step for one in found],
-            "tokens": _forward_fill([one.tokens for one in found]),
-            "seconds": _forward_fill([one.seconds for one in found]),
+            "step": [interval.step for interval in found],
+            "tokens": _forward_fill([interval.tokens for interval in found]),
+            "seconds": _forward_fill([interval.seconds for interval in found]),
             "columns": {name: _column(name, found) for name in sorted(self.names & {*self.last})},
             "last": {name: value for name, value in self.last.items() if value is not None},
         }
@@ -169,7 +169,11 @@ class Series:
 
 def _column(name: str, intervals: list[Interval]) -> dict[str, Any]:
     """Return one column as lists over intervals (see `Series.as_dict`)."""
-    spreads = {i: one.columns[name] for i, one in enumerate(intervals) if name in one.columns}
+    spreads = {
+        i: interval.columns[name]
+        for i, interval in enumerate(intervals)
+        if name in interval.columns
+    }
     found = {i: spread for i, spread in spreads.items() if spread.count}
     column: dict[str, Any] = {"mean": [_short(spread.mean) for spread in found.values()]}
     # indices only where they are needed: most columns have a value in every interval

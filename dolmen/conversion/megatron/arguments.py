@@ -215,7 +215,7 @@ def _sparse_layers(options: MegatronOptions) -> list[bool]:
         return [i % often == 0 for i in range(layers)]
     if len(often) != layers:
         raise ValueError(f"moe_layer_freq has {len(often)} layers, but num_layers is {layers}")
-    return [bool(one) for one in often]
+    return [bool(value) for value in often]
 
 
 def _experts(options: MegatronOptions) -> MoESpec:

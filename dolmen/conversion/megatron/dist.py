@@ -177,11 +177,11 @@ def read_checkpoint(folder: Path) -> MegatronCheckpoint:
     description = read_foreign(folder / METADATA)
     common, file = read_common(folder, description)
     stored = {
-        key: Stored(key, Spec(tuple(one.size), one.properties.dtype), folder, 0)
-        for key, one in description.tensors.items()
+        key: Stored(key, Spec(tuple(tensor.size), tensor.properties.dtype), folder, 0)
+        for key, tensor in description.tensors.items()
     }
     chunks = chunks_of(folder, description)
-    parameters = {key: one for key, one in stored.items() if not BESIDE.fullmatch(key)}
+    parameters = {key: tensor for key, tensor in stored.items() if not BESIDE.fullmatch(key)}
     shards, layers = _shards(parameters, chunks)
     return MegatronCheckpoint(
         folder,
@@ -260,7 +260,7 @@ def _state(
     returned as State(unread=reason), so that the weights can still be.
     """
     by_kind: dict[str, dict[str, Stored]] = {}
-    for own, one in stored.items():
+    for own, tensor in stored.items():
         if FLAT.fullmatch(own):
             return State(
                 unread=f"{own} is sharded over ranks across parameter boundaries: save it with "
@@ -272,12 +272,12 @@ def _state(
         kind, key = KIND.get(match["kind"], match["kind"]), match["key"]
         of = stored.get(key)
         # moments of a flattened buffer have other shapes
-        if of is None or of.spec.shape != one.spec.shape:
+        if of is None or of.spec.shape != tensor.spec.shape:
             shape = "not there" if of is None else of.spec.shape
-            return State(unread=f"{own} is {one.spec.shape}, and {key} is {shape}")
+            return State(unread=f"{own} is {tensor.spec.shape}, and {key} is {shape}")
         if key in by_kind.setdefault(kind, {}):
             return State(unread=f"{own} is not the only {kind} of {key}")
-        by_kind[kind][key] = one
+        by_kind[kind][key] = tensor
     if not by_kind:
         return State()
     try:
@@ -285,7 +285,7 @@ def _state(
     except ValueError as error:
         return State(unread=str(error))
     # the same names and stacks as the weights
-    return State(step, {kind: _shards(ones, chunks)[0] for kind, ones in by_kind.items()})
+    return State(step, {kind: _shards(tensors, chunks)[0] for kind, tensors in by_kind.items()})
 
 
 def _states(folder: Path, description: Foreign) -> States:
@@ -321,10 +321,10 @@ def updates(common: Mapping[str, Any], file: Path) -> int | None:
     # one optimizer, or several by number (of experts and of the rest)
     parts = [own] if own.keys() & {"optimizer", "param_groups"} else list(own.values())
     counts = {
-        _number(one, file)
+        _number(step, file)
         for part in parts
         if isinstance(part, Mapping)
-        for one in _steps(part.get("optimizer", part))
+        for step in _steps(part.get("optimizer", part))
     }
     if len(counts) > 1:
         raise ValueError(f"parameters have different update counts: {sorted(counts)}")
@@ -339,7 +339,9 @@ def _steps(inner: Any) -> Iterator[Any]:
         return
     groups, state = inner.get("param_groups", ()), inner.get("state", {})
     if isinstance(groups, list):
-        yield from (one["step"] for one in groups if isinstance(one, Mapping) and "step" in one)
+        yield from (
+            group["step"] for group in groups if isinstance(group, Mapping) and "step" in group
+        )
     if isinstance(state, Mapping) and "common_step" in state:
         yield state["common_step"]
 

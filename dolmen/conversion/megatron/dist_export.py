@@ -80,17 +80,17 @@ def description(held: Iterable[FileEntry]) -> bytes:
     """
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, Place] = {}
-    for one in held:
-        if one.dtype is None:
-            described[one.key] = BytesStorageMetadata()
-            places[MetadataIndex(one.key)] = one.place
+    for block in held:
+        if block.dtype is None:
+            described[block.key] = BytesStorageMetadata()
+            places[MetadataIndex(block.key)] = block.place
             continue
-        if one.key not in described:
-            properties, whole = TensorProperties(dtype=one.dtype), torch.Size(one.whole)
-            described[one.key] = TensorStorageMetadata(properties, whole, [])
-        offset, chunks = torch.Size(one.at), described[one.key].chunks
-        places[MetadataIndex(one.key, offset, len(chunks))] = one.place
-        chunks.append(ChunkStorageMetadata(offset, torch.Size(one.shape)))
+        if block.key not in described:
+            properties, whole = TensorProperties(dtype=block.dtype), torch.Size(block.whole)
+            described[block.key] = TensorStorageMetadata(properties, whole, [])
+        offset, chunks = torch.Size(block.at), described[block.key].chunks
+        places[MetadataIndex(block.key, offset, len(chunks))] = block.place
+        chunks.append(ChunkStorageMetadata(offset, torch.Size(block.shape)))
     paths = {key: (key,) for key in described}
     return pickle.dumps(Metadata(described, paths, places), protocol=4)
 

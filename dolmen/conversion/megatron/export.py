@@ -186,9 +186,9 @@ class ExportPlan:
             block = self.spec.blocks[parsed.layer]
             if not _is_expert(name):
                 return [self._place(stage, [spell(parsed.rest, layer, block)])]
-            each = range(block.mlp.experts // self.ranks.ep)
+            local_experts = range(block.mlp.experts // self.ranks.ep)
             # counted on the ep rank, from 0
-            own = [spell(parsed.rest, layer, block, expert) for expert in each]
+            own = [spell(parsed.rest, layer, block, expert) for expert in local_experts]
             return [replace(self._place(stage, own), ep=ep) for ep in range(self.ranks.ep)]
         if name == names.EMBEDDING and self.spec.head.tied and self.ranks.pp > 1:
             return [self._place(0, [spell(name)]), self._place(last, [self.dialect.tied])]
@@ -219,8 +219,10 @@ class ExportPlan:
             for place in self.places(name):
                 if place.lies_on(pp, ep):
                     # Megatron has one tensor per expert, ours is stacked
-                    one = shape[1:] if _is_expert(name) else shape
-                    specs |= {own: Spec(one, wide if precise else dtype) for own in place.names}
+                    local_shape = shape[1:] if _is_expert(name) else shape
+                    specs |= {
+                        own: Spec(local_shape, wide if precise else dtype) for own in place.names
+                    }
         return specs
 
     def states(self, pp: int, ep: int) -> dict[str, bytes | None]:

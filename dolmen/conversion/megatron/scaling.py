@@ -48,7 +48,7 @@ def read_extra_state(state: bytes, where: Path) -> list[Scaling]:
     if not set(TENSORS) & value.keys():  # of another recipe
         return []
     kept = [value.get(name) for name in TENSORS]
-    shapes = [tuple(one.shape) if isinstance(one, Tensor) else None for one in kept]
+    shapes = [tuple(value.shape) if isinstance(value, Tensor) else None for value in kept]
     forward, backward = shapes[0] or (0, 0), shapes[2] or (0, 0)
     # input, weight and output of each product
     number = forward[-1] // 3
@@ -62,10 +62,10 @@ def read_extra_state(state: bytes, where: Path) -> list[Scaling]:
             f"{', '.join(map(str, shapes))}, which do not match {max(1, number)} matrix products",
         )
     assert backward == want[2]
-    histories, scales, back, back_scales = (torch.as_tensor(one).float() for one in kept)
-    for name, one in zip(TENSORS[1::2], (scales, back_scales), strict=True):
+    histories, scales, back, back_scales = (torch.as_tensor(value).float() for value in kept)
+    for name, scale in zip(TENSORS[1::2], (scales, back_scales), strict=True):
         # a factor: 0 or infinity would destroy the weight
-        if not ((one > 0) & one.isfinite()).all():
+        if not ((scale > 0) & scale.isfinite()).all():
             raise refuse(
                 where, f"has a delayed-scaling state whose {name} is not positive and finite"
             )
@@ -88,12 +88,12 @@ def write_extra_state(products: Iterable[Scaling]) -> bytes:
     products = list(products)
     steps = products[0].history.shape[0]
     # history and scale of what is never rounded to fp8
-    none, one = torch.zeros(steps, 1), torch.ones(1)
+    none, unit = torch.zeros(steps, 1), torch.ones(1)
     tensors = (
         torch.cat([part for p in products for part in (p.history[:, :2].cpu(), none)], 1),
-        torch.cat([part for p in products for part in (p.scale[:2].cpu(), one)]),
+        torch.cat([part for p in products for part in (p.scale[:2].cpu(), unit)]),
         torch.cat([part for p in products for part in (p.history[:, 2:].cpu(), none)], 1),
-        torch.cat([part for p in products for part in (p.scale[2:].cpu(), one)]),
+        torch.cat([part for p in products for part in (p.scale[2:].cpu(), unit)]),
     )
     named = dict(zip(TENSORS, tensors, strict=True))
     return dump_bytes({**named, "extra_fp8_variables": {"num_gemms": len(products)}})
@@ -192,30 +192,31 @@ def _join_scaling(name: str, kept: Mapping[int, list[Kept]], param: ParamSpec) -
     """Join the states of one weight from all tp ranks (largest amax) and experts (stacked); None
     where all are empty. Raises Refused where ranks differ, or experts are missing.
     """
-    each: list[Scaling] = []
+    scalings: list[Scaling] = []
     for first in sorted(kept):
-        ranks = [one.read() for one in kept[first]]
-        histories = {one.history.shape for rank in ranks for one in rank}
+        ranks = [state.read() for state in kept[first]]
+        histories = {scaling.history.shape for rank in ranks for scaling in rank}
         if len({len(rank) for rank in ranks}) > 1 or len(histories) > 1:
             raise refuse(
                 kept[first][0].file,
                 f"has a delayed-scaling state of {name} that differs between tp ranks",
             )
         # each tp rank has seen a part of the weight: the largest amax is that of all
-        each += [join_scaling(parts) for parts in zip(*ranks, strict=True)]
-    if not each:
+        scalings += [join_scaling(parts) for parts in zip(*ranks, strict=True)]
+    if not scalings:
         return None
     wanted = param.shape[0] if param.stacked else 1
-    if len(each) != wanted or len({one.history.shape for one in each}) > 1:
+    if len(scalings) != wanted or len({scaling.history.shape for scaling in scalings}) > 1:
         raise refuse(
             kept[min(kept)][0].file,
-            f"holds states of {len(each)} products, of {name} there are {wanted}, all of one "
+            f"holds states of {len(scalings)} products, of {name} there are {wanted}, all of one "
             "length",
         )
     if not param.stacked:
-        return each[0]
+        return scalings[0]
     return Scaling(
-        torch.stack([one.history for one in each], 1), torch.stack([one.scale for one in each])
+        torch.stack([scaling.history for scaling in scalings], 1),
+        torch.stack([scaling.scale for scaling in scalings]),
     )
 
 
@@ -230,8 +231,8 @@ def products(scales: Scales, entry: StoredTensor) -> list[Scaling]:
     whole = join_scaling(parts)
     if whole.scale.ndim == 1:
         return [whole]
-    each = zip(whole.history.unbind(1), whole.scale.unbind(), strict=True)
-    return [Scaling(*one) for one in each]
+    pairs = zip(whole.history.unbind(1), whole.scale.unbind(), strict=True)
+    return [Scaling(*pair) for pair in pairs]
 
 
 def share_scales(scales: Scales, entries: Mapping[str, StoredTensor]) -> dict[str, Scaling]:

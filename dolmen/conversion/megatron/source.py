@@ -49,15 +49,15 @@ class Shards:
         """Add the stored tensor of an expert (0 without experts) on tensor-parallel `rank`. Raises
         ValueError where that one is there already.
         """
-        one = self.held.setdefault(rank, {})
-        if expert in one:
+        values = self.held.setdefault(rank, {})
+        if expert in values:
             raise ValueError(f"{stored.file} has {stored.name} twice, under two names")
-        one[expert] = stored
+        values[expert] = stored
 
     @property
     def stored(self) -> list[Stored]:
         """Stored tensors of all ranks and experts."""
-        return [one for rank in self.held.values() for one in rank.values()]
+        return [value for rank in self.held.values() for value in rank.values()]
 
 
 @dataclass(frozen=True)
@@ -256,11 +256,11 @@ class Megatron(Joined):
     @property
     def title(self) -> str:
         """Folder, kind and parallel sizes of the checkpoint."""
-        one = self.checkpoint
-        if one.kind:
-            return f"{self.where}, a {one.kind} checkpoint of Megatron"
-        kind = "older names" if one.legacy else "Megatron-Core's names"
-        return f"{self.where}, a Megatron checkpoint ({kind}, {one.sizes.words})"
+        checkpoint = self.checkpoint
+        if checkpoint.kind:
+            return f"{self.where}, a {checkpoint.kind} checkpoint of Megatron"
+        kind = "older names" if checkpoint.legacy else "Megatron-Core's names"
+        return f"{self.where}, a Megatron checkpoint ({kind}, {checkpoint.sizes.words})"
 
     @property
     def iteration(self) -> int | None:
@@ -335,7 +335,7 @@ class Megatron(Joined):
         entries = names.weights(self.spec, self.checkpoint.version)
         if not self.moment:
             return entries
-        return {name: one for name, one in entries.items() if self._is_trained(one)}
+        return {name: entry for name, entry in entries.items() if self._is_trained(entry)}
 
     def _is_trained(self, entry: StoredTensor) -> bool:
         """True if the entry's parameters are trained, and so have moments."""
@@ -389,7 +389,7 @@ class Megatron(Joined):
         """
         entry, share, tp = self._entries[name], self._share(name), self.checkpoint.sizes.tp
         # one element if all ranks and experts agree
-        specs = {one.spec for one in shards.stored}
+        specs = {shard.spec for shard in shards.stored}
         experts = {tuple(sorted(rank)) for rank in shards.held.values()}
         first = shards.stored[0]
         if sorted(shards.held) != list(range(tp)) or len(specs) > 1 or len(experts) > 1:
@@ -450,8 +450,8 @@ class Megatron(Joined):
             ranks = ranks[:1]
         stacked = len(entry.shape) == len(ranks[0][0].spec.shape) + 1
         parts = [
-            torch.stack([one[e].read() for e in sorted(one)]) if stacked else one[0].read()
-            for one in ranks
+            torch.stack([rank[e].read() for e in sorted(rank)]) if stacked else rank[0].read()
+            for rank in ranks
         ]
         # padding rows of the vocabulary are cut off
         return share.join(parts)[: entry.shape[0]]
@@ -466,11 +466,13 @@ class Megatron(Joined):
             return self._checked
         embedding = self._checked[names.EMBEDDING]
         # rank by rank, without joining the shards
-        for one, other in zip(tied.stored, embedding.stored, strict=True):
-            if any(a != b for a, b in zip(one.chunks(), other.chunks(), strict=True)):
+        for head_shard, embedding_shard in zip(tied.stored, embedding.stored, strict=True):
+            if any(
+                a != b for a, b in zip(head_shard.chunks(), embedding_shard.chunks(), strict=True)
+            ):
                 raise ValueError(
-                    f"untie_embeddings_and_output_weights is false, but {one.name} in {one.file} "
-                    f"differs from {other.name}"
+                    f"untie_embeddings_and_output_weights is false, but {head_shard.name} in "
+                    f"{head_shard.file} differs from {embedding_shard.name}"
                 )
         return self._checked
 

@@ -134,8 +134,8 @@ class AttentionSpec:
         requires that tp divides the kv heads, as its mean counts each head once.
         """
         if self.qk_norm_of == "heads":
-            one = norm.params(self.head_size, gradient="branch")
-            return {**add_prefix("q_norm", one), **add_prefix("k_norm", one)}
+            params = norm.params(self.head_size, gradient="branch")
+            return {**add_prefix("q_norm", params), **add_prefix("k_norm", params)}
         if self.qk_norm_of == "width":
             q = norm.params(self.heads * self.head_size, shards=(of_q,))
             # shared heads would be counted by several ranks in the mean square

@@ -65,8 +65,8 @@ class SequentialResidual:
             "output": ([], ["{}_post_norm"]),
             "sandwich": (["{}_norm"], ["{}_post_norm"]),
         }[self.norms]
-        each = [*before, "{}", *behind]
-        return tuple(name.format(branch) for branch in ("attn", "mlp") for name in each)
+        names = [*before, "{}", *behind]
+        return tuple(name.format(branch) for branch in ("attn", "mlp") for name in names)
 
 
 @dataclass(frozen=True)

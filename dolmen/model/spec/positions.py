@@ -330,6 +330,6 @@ class BlankInfilling:
         masked = [(prefix.index(m.token), m) for m in self.masks if m.token in prefix]
         if not masked:
             return PositionSpan()
-        at, mask = min(masked, key=lambda one: one[0]) if self.nearest else masked[0]
+        at, mask = min(masked, key=lambda entry: entry[0]) if self.nearest else masked[0]
         stay = {"stays": begin, "counts": NEVER, "stays after <sop>": begin + 1}[mask.behind]
         return PositionSpan(begin, stay, at, begin)

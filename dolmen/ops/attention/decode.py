@@ -132,12 +132,12 @@ def _page_products(
     if pages.shared is None:
         return torch.matmul(rows, pool)
     alone, together = rows[: len(pool)], rows[len(pool) :]
-    each = len(together) // len(pages.shared)
-    ordered = together.unflatten(0, (-1, each)).transpose(
+    size = len(together) // len(pages.shared)
+    ordered = together.unflatten(0, (-1, size)).transpose(
         1, 2
     )  # [shared, kv_heads, each, group, in]
     out = torch.matmul(ordered.flatten(2, 3), pool.index_select(0, pages.shared))
-    of_entries = out.unflatten(2, (each, -1)).transpose(1, 2).flatten(0, 1)
+    of_entries = out.unflatten(2, (size, -1)).transpose(1, 2).flatten(0, 1)
     return torch.cat((torch.matmul(alone, pool), of_entries))
 
 
@@ -168,8 +168,8 @@ def _unmasked_scores(
         scores = (scores / attend.soft_cap).tanh_().mul_(attend.soft_cap)
     slopes = attend.slopes_of(kv_heads * group)
     if slopes is not None and back is not None:
-        each = device.to_device(torch.tensor(slopes, dtype=scores.dtype), scores.device)
+        slopes_row = device.to_device(torch.tensor(slopes, dtype=scores.dtype), scores.device)
         # ALiBi: score - slope * distance
         far = back.to(scores.dtype)
-        scores = scores.addcmul_(each.view(kv_heads, group, 1), far, value=-1)
+        scores = scores.addcmul_(slopes_row.view(kv_heads, group, 1), far, value=-1)
     return scores

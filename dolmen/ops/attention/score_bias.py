@@ -40,8 +40,8 @@ def alibi_key_bias(heads: int, positions: Int64[Tensor, "b s"]) -> BFloat16[Tens
     positions and their products are rounded to bf16, as in the build_alibi_tensor of Falcon in
     transformers.
     """
-    each = torch.tensor(alibi_slopes(heads), dtype=torch.bfloat16)
-    return device.to_device(each, positions.device) * positions[..., None].bfloat16()
+    head_slopes = torch.tensor(alibi_slopes(heads), dtype=torch.bfloat16)
+    return device.to_device(head_slopes, positions.device) * positions[..., None].bfloat16()
 
 
 def append_key_bias(

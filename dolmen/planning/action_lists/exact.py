@@ -94,7 +94,7 @@ class Search:
         rank = works[first].rank
         kept, self.waiting[rank] = self.waiting[rank], frozenset()
         # W last: most often the best, which cuts the others short
-        for start, index in sorted(known, key=lambda one: (works[one[1]].kind == "W", one[0])):
+        for start, index in sorted(known, key=lambda item: (works[item[1]].kind == "W", item[0])):
             if works[index].rank == rank and start < ends:
                 partial.take(index, start)
                 yield

@@ -86,7 +86,7 @@ def perturb(
     """Return a preference near `preferred`: a normal deviate of width `scale` added to each wait,
     and now and then one slot more or fewer.
     """
-    late = {one: wait + chance.gauss(0, scale) for one, wait in preferred.late.items()}
+    late = {action: wait + chance.gauss(0, scale) for action, wait in preferred.late.items()}
     slots = preferred.slots + chance.choice((0, 0, 0, -1, 1))
     return Preference(late, max(problem.chunks, min(slots, most_slots(problem))))
 

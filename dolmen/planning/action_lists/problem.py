@@ -218,7 +218,7 @@ class ScheduleProblem:
             shape.chunk_of(stage),
             dict(zip("FBIW", self.costs[stage], strict=False))[kind],
             tuple((self.index(*need), self.send(need[0], stage)) for need in needs[kind]),
-            tuple((self.index(*one), self.send(stage, one[0])) for one in fed[kind]),
+            tuple((self.index(*input_), self.send(stage, input_[0])) for input_ in fed[kind]),
         )
 
 
@@ -374,9 +374,9 @@ def _rank(problem: ScheduleProblem, paths: Paths, rank: int) -> float:
     first = min(paths.head[s] + problem.costs[s].forward + paths.back[s] for s in stages)
     # the longest ones, so that the bound holds whichever forwards come first
     dearest = sorted((problem.costs[s].forward for s in stages), reverse=True)
-    each = [forward for forward in dearest for _ in range(problem.micros)][: problem.slots]
+    durations = [forward for forward in dearest for _ in range(problem.micros)][: problem.slots]
     busy = problem.micros * sum(paths.hold[s] for s in stages)
-    return max(head + work, first + work - sum(each), head + busy / problem.slots)
+    return max(head + work, first + work - sum(durations), head + busy / problem.slots)
 
 
 def _stage_bound(problem: ScheduleProblem, paths: Paths, stage: int) -> float:

@@ -55,9 +55,9 @@ def shortest_of(
             problem = problem or error
     if not schedules:
         raise problem or ValueError("no number of stages per rank to search")
-    best = min(schedules.values(), key=lambda one: one.simulation.span)
+    best = min(schedules.values(), key=lambda candidate: candidate.simulation.span)
     floor, nodes = (
-        min(one.floor for one in schedules.values()),
+        min(candidate.floor for candidate in schedules.values()),
         sum(o.nodes for o in schedules.values()),
     )
     return replace(best, floor=floor, nodes=nodes), tuple(schedules)
@@ -95,7 +95,7 @@ def shortest(
         for schedule in _first(problem, min(floors))
     ]
     # a good start cuts most branches of the proof
-    span, best, problem = min(tried, key=lambda one: one[0])
+    span, best, problem = min(tried, key=lambda candidate: candidate[0])
     looked = 0
     for i, other in enumerate(problems):
         proof = exact.Search(other, span, nodes)

@@ -176,7 +176,7 @@ class CompletionResponse(Response):
             await _send(send, b"".join(map(_event, self.format.first_chunks())))
             async for deltas in self.session.deltas():
                 # one write for all deltas of a step
-                await _send(send, b"".join(_event(self.format.chunk(one)) for one in deltas))
+                await _send(send, b"".join(_event(self.format.chunk(delta)) for delta in deltas))
             if self.include_usage:
                 await _send(send, _event(self.format.usage_chunk()))
             await _send(send, DONE, more=False)

@@ -104,9 +104,9 @@ class EngineLoop:
             for request in changes.new:
                 self.engine.add(request)
             cancelled = [
-                one
+                sequence
                 for number, sample in changes.cancelled
-                for one in self.engine.cancel(number, sample)
+                for sequence in self.engine.cancel(number, sample)
             ]
             output = self.engine.step()
             # replaced as a whole: another thread reads it without a lock

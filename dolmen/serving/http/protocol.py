@@ -174,8 +174,8 @@ class CompletionRequest(SamplingRequest):
             # pydantic has checked that all are ids; the test is for pyright
             return [[int(token) for token in prompt if isinstance(token, int)]]
         # a list has one kind of entries
-        texts = [one for one in prompt if isinstance(one, str)]
-        return texts or [one for one in prompt if isinstance(one, list)]
+        texts = [text for text in prompt if isinstance(text, str)]
+        return texts or [tokens for tokens in prompt if isinstance(tokens, list)]
 
     @property
     def num_prompts(self) -> int:
@@ -275,16 +275,16 @@ def _check_values(values: Any) -> None:
     """
     remaining = [values]
     while remaining:
-        one = remaining.pop()
-        if isinstance(one, dict):
-            remaining += [*one, *one.values()]
-        elif isinstance(one, list):
-            remaining += one
-        elif isinstance(one, str) and not _is_unicode(one):
+        node = remaining.pop()
+        if isinstance(node, dict):
+            remaining += [*node, *node.values()]
+        elif isinstance(node, list):
+            remaining += node
+        elif isinstance(node, str) and not _is_unicode(node):
             raise gate.refuse("the body", "it has a lone surrogate, which is not valid text")
-        elif isinstance(one, int) and not -(2**63) <= one < 2**64:
+        elif isinstance(node, int) and not -(2**63) <= node < 2**64:
             raise gate.refuse("the body", "it has an integer of over 64 bits")
-        elif isinstance(one, float) and not math.isfinite(one):
+        elif isinstance(node, float) and not math.isfinite(node):
             raise gate.refuse("the body", "it has a number beyond 1e308")
 
 
@@ -301,10 +301,10 @@ def _validation_error(error: ValidationError) -> ApiError:
     """Return the response (400) for the first validation error, which names its field."""
     errors = error.errors(include_url=False, include_context=False)
     first = errors[0]
-    place = [str(one) for one in first["loc"]]
+    place = [str(part) for part in first["loc"]]
     field = place[0] if place else None
     # pydantic reports an error per member of a union
-    same_field = [one for one in errors if one["loc"][:1] == first["loc"][:1]]
+    same_field = [error for error in errors if error["loc"][:1] == first["loc"][:1]]
     if first["type"] == "extra_forbidden":
         return bad_request(f"{cut('.'.join(place))}: this field is not supported", cut(field or ""))
     message = first["msg"] if len(same_field) == 1 else f"{first['msg']} (or another form of it)"

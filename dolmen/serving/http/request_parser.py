@@ -115,7 +115,9 @@ class RequestParser:
             )
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true", "top_logprobs")
-        limits = [one for one in (body.max_tokens, body.max_completion_tokens) if one is not None]
+        limits = [
+            limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None
+        ]
         # the older and the newer name of one field
         if len(set(limits)) > 1:
             raise bad_request(
@@ -127,7 +129,7 @@ class RequestParser:
             if "tools" not in self.template.text:
                 raise bad_request("the model's chat template does not support tools", "tools")
             tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-        messages = [_message(number, one) for number, one in enumerate(body.messages)]
+        messages = [_message(number, message) for number, message in enumerate(body.messages)]
         try:
             tokens = self.template.prompt(Chat(messages, 1.0, "messages"), tools)
         except gate.Refused as error:
@@ -210,7 +212,9 @@ class RequestParser:
             "frequency_penalty": body.frequency_penalty,
             "min_new_tokens": body.min_tokens,
         }
-        specified: dict[str, Any] = {name: one for name, one in fields.items() if one is not None}
+        specified: dict[str, Any] = {
+            name: value for name, value in fields.items() if value is not None
+        }
         params = replace(
             self.defaults, **specified, logit_bias=body.biases, max_new_tokens=new_tokens
         )

@@ -115,7 +115,7 @@ class TokenTexts:
         """Return the log-probability entry of a token of a completion or prompt, with its most
         likely alternatives. `offset`: characters before it.
         """
-        top = [self.token_logprob(one, value) for one, value in logprob.top]
+        top = [self.token_logprob(token, value) for token, value in logprob.top]
         return LogprobEntry(self.token_logprob(token, logprob.logprob), top, offset)
 
 
@@ -232,7 +232,10 @@ class ChoiceFormat:
         """Return prompt_tokens, completion_tokens and total_tokens of the request; a prompt with
         several samples counts once.
         """
-        prompt, new = self.request.prompt_tokens, sum(one.count for one in self.completions)
+        prompt, new = (
+            self.request.prompt_tokens,
+            sum(completion.count for completion in self.completions),
+        )
         return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
     def usage_chunk(self) -> dict[str, Any]:
@@ -242,11 +245,11 @@ class ChoiceFormat:
 
     def response(self, deltas: Iterable[Delta]) -> dict[str, Any]:
         """Return the whole response (not streamed) from all deltas of all completions."""
-        texts = [CompleteText(one.index) for one in self.completions]
+        texts = [CompleteText(completion.index) for completion in self.completions]
         for delta in deltas:
             # the same deltas as of a stream, so both give the same text
             texts[delta.index].add(delta)
-        choices = [self._choice(one) for one in texts]
+        choices = [self._choice(text) for text in texts]
         return {**self.shared, "object": self.object, "choices": choices, "usage": self.usage()}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -272,8 +275,8 @@ class ChatFormat(ChoiceFormat):
         """Return a chunk per completion that announces the assistant's role, with empty content."""
         start = {"role": "assistant", "content": ""}
         return [
-            self._chunk([{"index": one.index, "delta": start, "finish_reason": None}])
-            for one in self.completions
+            self._chunk([{"index": completion.index, "delta": start, "finish_reason": None}])
+            for completion in self.completions
         ]
 
     def _delta_choice(self, delta: Delta) -> dict[str, Any]:
@@ -306,7 +309,7 @@ class ChatFormat(ChoiceFormat):
         content = [
             {
                 **_token_fields(entry.sampled),
-                "top_logprobs": [_token_fields(one) for one in entry.top],
+                "top_logprobs": [_token_fields(candidate) for candidate in entry.top],
             }
             for entry in entries
         ]
@@ -318,12 +321,12 @@ def top_logprobs(top: Sequence[TokenLogprob]) -> dict[str, float]:
     counts.
     """
     # reversed: the later entry of a dict wins, and that should be the most likely
-    return {one.name: one.logprob for one in reversed(top)}
+    return {candidate.name: candidate.logprob for candidate in reversed(top)}
 
 
-def _token_fields(one: TokenLogprob) -> dict[str, Any]:
+def _token_fields(logprob: TokenLogprob) -> dict[str, Any]:
     """Return token, logprob and bytes, as chat log-probabilities have them."""
-    return {"token": one.escaped, "logprob": one.logprob, "bytes": one.bytes}
+    return {"token": logprob.escaped, "logprob": logprob.logprob, "bytes": logprob.bytes}
 
 
 class CompletionFormat(ChoiceFormat):

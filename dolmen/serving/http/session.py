@@ -54,7 +54,7 @@ class Session:
             CompletionStream(index, Detokenizer(sessions.tokenizer, request.stop), token_texts)
             for index in range(self.count)
         ]
-        numbers = [sessions.loop.submit(one) for one in request.requests]
+        numbers = [sessions.loop.submit(r) for r in request.requests]
         self._first, self._num_prompts = numbers[0], len(numbers)
         sessions.by_number |= dict.fromkeys(numbers, self)
         sessions.metrics.prompt.inc(request.prompt_tokens)
@@ -79,22 +79,25 @@ class Session:
         for number in range(self._first, self._first + self._num_prompts):
             self.sessions.by_number.pop(number, None)
             # the engine frees the pages before its next step
-            if any(one.finish is None for one in self._completions_of(number)):
+            if any(completion.finish is None for completion in self._completions_of(number)):
                 self.sessions.loop.cancel(number)
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """Yield lists of deltas as they come, until all completions are finished. Raises ApiError
         if the session has failed.
         """
-        while any(one.finish is None for one in self.completions) or not self._queue.empty():
+        while (
+            any(completion.finish is None for completion in self.completions)
+            or not self._queue.empty()
+        ):
             items = [await self._queue.get()]
             # all that has come while the client was read to: one write for many tokens
             while not self._queue.empty():
                 items.append(self._queue.get_nowait())
-            for one in items:
-                if isinstance(one, ApiError):
-                    raise one
-            yield [one for one in items if isinstance(one, Delta)]
+            for item in items:
+                if isinstance(item, ApiError):
+                    raise item
+            yield [item for item in items if isinstance(item, Delta)]
 
     def add_token(self, token: NewToken) -> None:
         """Add a sampled token to its completion, unless that has ended at a stop string. A token

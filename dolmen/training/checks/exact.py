@@ -153,18 +153,18 @@ def _check_batch_sizes(config: RunConfig) -> None:
     batch, micro = config.train.global_batch_size, config.microbatch_size
     layout, length, limit = config.layout, config.sequence_length, config.train.exact.tp
     dp = layout.dp or 1
-    each = batch // dp
+    local_batch = batch // dp
     splits_tokens = layout.sequence_parallel and layout.tp > 1
     if micro & (micro - 1) and (micro < batch or splits_tokens):
         raise ValueError(
             f"train.microbatch-size ({micro}) is no power of two, and train.numerics exact adds "
-            f"sequences by a tree: set --train.microbatch-size {each & -each}, {FAST}"
+            f"sequences by a tree: set --train.microbatch-size {local_batch & -local_batch}, {FAST}"
         )
-    if dp > 1 and each & (each - 1):
+    if dp > 1 and local_batch & (local_batch - 1):
         raise ValueError(
-            f"train.global-batch-size ({batch}) / dp ({dp}) = {each} sequences per process, no "
-            "power of two, and train.numerics exact adds them by a tree: set "
-            f"--train.global-batch-size {dp << each.bit_length() - 1}, {FAST}"
+            f"train.global-batch-size ({batch}) / dp ({dp}) = {local_batch} sequences per process, "
+            "no power of two, and train.numerics exact adds them by a tree: set "
+            f"--train.global-batch-size {dp << local_batch.bit_length() - 1}, {FAST}"
         )
     exact = config.training.exact
     assert exact is not None

@@ -50,7 +50,7 @@ def _read_by(run: RunConfig, source: str | None, data: Sequence[DataSource]) -> 
     tokenizer = (run.data.tokenizer, run.data.template, str(run.data.cache_folder))
     evaluation = (run.evaluate.samples, run.evaluate.tasks_path)
     named_paths = (*models, *rewards, *tokenizer, *evaluation, run.layout.schedule, source)
-    files = [file for one in data for file in one.paths]
+    files = [file for source in data for file in source.paths]
     named = [expand(name) for name in (*named_paths, *files) if name is not None]
     # a model's folder may consist of links, as in the hub's cache, or need a base model elsewhere
     folders = [path for path in named if path.is_dir()]

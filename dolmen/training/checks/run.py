@@ -162,9 +162,9 @@ def check_agreement(config: RunConfig) -> None:
     """Raise ValueError, with the numbers, where two options set the length of the run, or of its
     warm-up, to different values.
     """
-    train, optimizer, each = config.train, config.optimizer, config.tokens_per_step
+    train, optimizer, tokens = config.train, config.optimizer, config.tokens_per_step
     a_step = (
-        f"a step has {each:,} tokens ({train.global_batch_size} sequences of "
+        f"a step has {tokens:,} tokens ({train.global_batch_size} sequences of "
         f"{config.sequence_length})"
     )
     if train.epochs is not None and (train.steps is not None or train.tokens is not None):
