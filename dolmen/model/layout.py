@@ -129,9 +129,11 @@ class Layout:
         else:
             way = f"{way} {divisor(processes, self.inner)}"
         there = plural(processes, "process", "processes")
+        below = processes // self.inner * self.inner
+        near = " or ".join(f"{size:,}" for size in (below, below + self.inner) if size)
         raise ValueError(
             f"{product} is not a divisor of the {there}: set {way}, or use a multiple of "
-            f"{self.inner} processes"
+            f"{self.inner} processes, such as {near}"
         )
 
     def mesh(self, device: "torch.device", timeout: timedelta | None = None) -> "Mesh":
@@ -178,19 +180,22 @@ class Layout:
                 "--layout.zero 1"
             )
         if global_batch_size % dp:
+            below = global_batch_size // dp * dp
+            batches = " or ".join(str(size) for size in (below, below + dp) if size)
             raise ValueError(
                 f"train.global-batch-size ({global_batch_size}) is not divisible by dp ({dp}): set "
-                "--train.global-batch-size to a multiple, such as "
-                f"{-(-global_batch_size // dp) * dp}"
+                f"--train.global-batch-size to {batches}, or use "
+                f"{self._near_worlds(global_batch_size)}"
             )
-        # sequences of a dp rank in a step
-        rank_batch = global_batch_size // dp
+        # sequences of a dp rank in a step, and microbatches of all dp ranks
+        rank_batch, microbatches = global_batch_size // dp, global_batch_size // microbatch_size
         if rank_batch % microbatch_size:
             raise ValueError(
                 f"train.global-batch-size ({global_batch_size}) / dp ({dp}) = {rank_batch} "
                 "sequences per rank is not divisible by train.microbatch-size "
                 f"({microbatch_size}): set --train.microbatch-size "
                 f"{divisor(rank_batch, near=microbatch_size)}"
+                + (f", or use {near}" if (near := self._near_worlds(microbatches)) else "")
             )
         # 2 x cp: zigzag gives each rank an early and a late piece, so that causal work is equal
         if self.cp > 1 and sequence_length % (2 * self.cp):
@@ -209,6 +214,19 @@ class Layout:
                 f"{self.tp * self.cp}, or leave --layout.sequence-parallel off"
             )
         self.make_schedule(global_batch_size, microbatch_size)
+
+    def _near_worlds(self, parts: int) -> str:
+        """Return the nearest numbers of processes below and above this layout's, with their dp, for
+        which dp divides `parts`, as text; "" where there is none.
+        """
+        dp = self.dp or 1
+        sizes = [size for size in range(1, parts + 1) if parts % size == 0]
+        near = [*[size for size in sizes if size < dp][-1:], *[s for s in sizes if s > dp][:1]]
+        worlds = " or ".join(f"{self.inner * size:,}" for size in near)
+        named = " or ".join(str(size) for size in near)
+        return (
+            f"{worlds} {'process' if worlds == '1' else 'processes'} (dp {named})" if near else ""
+        )
 
     def check_model(self, model: ModelSpec) -> None:
         """Raise ValueError if this layout does not divide the model: recomputed layers, experts, tp

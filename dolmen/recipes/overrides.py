@@ -163,8 +163,7 @@ def build_request(
 
 def drop_unfit_microbatch(changed: RunConfig, run: RunConfig) -> RunConfig:
     """Return the `changed` run without the microbatch size of `run`, so that one is chosen, if
-    the changes give another layout or global batch that it does not divide. A config.yaml has the
-    size that was chosen for its layout, which nobody set.
+    the changes give another layout or global batch that it does not divide.
     """
     size, layout, batch = run.train.microbatch_size, changed.layout, changed.train.global_batch_size
     if size is None or (layout, batch) == (run.layout, run.train.global_batch_size):

@@ -3,8 +3,8 @@ fill in what the options leave to others.
 
     options -> RunConfig -> resolve -> ResolvedRun -> checks.run.validate -> open_data -> load_data
                                           |
-                                          +-- ResolvedRun.config, as JSON, is what workers get: they
-                                              resolve it again, which opens and changes nothing more
+                                          +-- workers get the options and resolve them again, for
+                                              the same number of processes
 
 Every rule about these values is in `checks/`: what is here opens and fills in.
 """
@@ -38,7 +38,9 @@ class ResolvedRun:
     """A run with the models that it reads, opened. Tensors are read later, from these sources."""
 
     config: RunConfig
-    """The options with layout, head, padding token and new rows filled in: config.yaml."""
+    """The options with layout, microbatch size, head, padding token and new rows filled in."""
+    requested: RunConfig
+    """The options as they were requested."""
     init: ModelSource | None = None
     """The initial model, as it is stored."""
     weights: ModelSource | None = None
@@ -51,6 +53,15 @@ class ResolvedRun:
     """The reward models, by the name that --reward has."""
     init_is_gone: bool = False
     """The initial model was deleted, and the newest checkpoint of this run is read in its place."""
+
+    @property
+    def reusable(self) -> RunConfig:
+        """The run as config.yaml has it: resolved, but dp and the microbatch size are those
+        requested, so that where these are unset a resume follows its own number of processes.
+        """
+        layout = replace(self.config.layout, dp=self.requested.layout.dp)
+        train = replace(self.config.train, microbatch_size=self.requested.train.microbatch_size)
+        return replace(self.config, layout=layout, train=train)
 
     @property
     def tokenizer(self) -> str | None:
@@ -95,7 +106,7 @@ def resolve(
     reads_init: False in a dry run: the model of --init is opened only if there are reward models,
                 and nothing is filled in from it
     """
-    config = resolve_model(config, processes)
+    requested, config = config, resolve_model(config, processes)
 
     def or_checkpoint(name: str | None) -> str | Path | None:
         """Return the checkpoint in place of an initial model that no longer exists, else `name`."""
@@ -114,6 +125,7 @@ def resolve(
     ppo = config.objective.name == "ppo"
     resolved = ResolvedRun(
         config,
+        requested,
         stored,
         None if stored is None or init is None else reopen_as(stored, init, config.known_model),
         # a critic without an initial model of its own starts from the policy's body

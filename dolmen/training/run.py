@@ -261,7 +261,7 @@ def write_inputs(job: _Job, references: Mapping[str, np.ndarray]) -> None:
     (first rank), for later starts of the run and users of its model.
     """
     folder.claim(job.out, *folder.WRITTEN)
-    write_config(job.out, job.config)
+    write_config(job.out, job.resolved.reusable)
     write_tokenizer(job.out, job.loader.tokenizer)
     if references:
         reference.store(job.out, references)

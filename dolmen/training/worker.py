@@ -70,12 +70,12 @@ def _start_processes(request: TrainRequest, guarded: Guard) -> int:
         device = devices.choose_device(request.config.train.device, None, DEVICE)
     processes = count_processes(request.config, request.handling.nproc)
     prepared = prepare(request, processes)
-    request = replace(request, config=prepared.resolved.config)
-    world, restarts = request.config.layout.world, request.handling.max_restarts
+    resolved = prepared.resolved.config
+    world, restarts = resolved.layout.world, request.handling.max_restarts
     if world == 1 and not restarts:
         return guarded(lambda: worker(request, None, device, prepared))
     code = launcher.launch(world, ["train"], restarts, to_dict(request))
-    return code or finish(request.config, request.out)
+    return code or finish(resolved, request.out)
 
 
 def _join(request: TrainRequest, started: Launch, guarded: Guard) -> int:
@@ -89,7 +89,6 @@ def _join(request: TrainRequest, started: Launch, guarded: Guard) -> int:
             # the folder is looked at when all have joined, by one
             verify = started.local_rank == 0
             prepared = prepare(request, started.world_size, starts=False, verify=verify)
-            request = replace(request, config=prepared.resolved.config)
     except (BadInput, ValueError) as error:
         refusal = str(error)
     return guarded(lambda: worker(request, started, device, prepared, refusal))
@@ -193,7 +192,7 @@ def worker(
         start = _start(request, started, device, refusal)
         if start.resumed != request.handling.resume:
             prepared = None  # a restart: what the run started from may be gone since
-        mesh = config.layout.mesh(device, limit)
+        mesh = config.layout.resolve(dist.get_world_size()).mesh(device, limit)
         watch = Watch(
             out / "hang",
             mesh.rank,

@@ -97,6 +97,7 @@ def test_a_changed_option_is_told_once(run, tmp_path):
     told = [line.strip() for line in result.out.splitlines() if "changed: " in line]
     assert sorted(told) == [
         "changed: train.global_batch_size: 4 -> 8",
+        "changed: train.microbatch_size: 4 -> 8",
         "changed: train.seed: 0 -> 1",
         "changed: train.steps: 6 -> 7",
     ]

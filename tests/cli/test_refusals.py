@@ -59,9 +59,9 @@ OPTIONS = {
         "intermediate_size (50) is not divisible by tp (4): set --layout.tp",
     ),
     "dp-batch": (
-        "--layout.dp 3",
-        "train.global-batch-size (4) is not divisible by dp (3): set --train.global-batch-size to "
-        "a multiple, such as 6",
+        "--layout.dp 4 --train.global-batch-size 6",
+        "train.global-batch-size (6) is not divisible by dp (4): set --train.global-batch-size to "
+        "4 or 8, or use 3 or 6 processes (dp 3 or 6)",
     ),
     "microbatch": (
         "--train.microbatch-size 3",

@@ -14,7 +14,6 @@ from tinyrun import dolmen, losses, rows, same, steps, tensors
 
 from dolmen.files import kinds
 from dolmen.files.rows import Tail
-from dolmen.model.layout import Layout
 from dolmen.training.config import CheckpointConfig
 from dolmen.training.request import read_run
 
@@ -133,12 +132,10 @@ def test_config_yaml_is_the_resolved_run(whole, material):
     assert values.keys() == {
         *("name", "model", "layout", "data", "optimizer", "train", "checkpoint", "log")
     }
-    assert None not in {*values["train"].values(), values["layout"]["dp"]}
-    assert values["train"]["microbatch_size"] == 4 and "fp8" not in values["train"]
+    assert None not in values["train"].values() and "fp8" not in values["train"]
+    assert "dp" not in values["layout"] and "microbatch_size" not in values["train"]
     written, expected = read_run(out / "config.yaml"), material.config()
-    train = replace(expected.train, microbatch_size=4)
-    checkpoint = CheckpointConfig(every=3, keep=0)
-    expected = replace(expected, layout=Layout(dp=1), train=train, checkpoint=checkpoint)
+    expected = replace(expected, checkpoint=CheckpointConfig(every=3, keep=0))
     assert written == replace(expected, name=written.name)
 
 
@@ -219,6 +216,23 @@ def test_resume_says_what_changed(whole, material, tmp_path):
     assert [row["tokens"] for row in rows(copy)][5:] == [384, 416, 448] and rows(copy)[-1][
         "lr"
     ] < 0.002
+
+
+@pytest.mark.spawn
+def test_resume_at_another_number_of_processes_needs_no_option(whole, tmp_path):
+    """The same samples go on at dp 2, and then again in one process."""
+    out, _ = whole
+    copy, straight = (shutil.copytree(out, tmp_path / name) for name in ("copy", "straight"))
+    for last, processes in ((8, 2), (10, 1)):
+        for run, more in ((copy, ("--nproc", processes)), (straight, ())):
+            words = ("--resume", "--train.steps", last, *more)
+            assert dolmen("train", run / "config.yaml", *words).code == 0
+    history = [json.loads(line) for line in (copy / "history.jsonl").read_text().splitlines()]
+    changed = [row["changed"] for row in history if row.get("begun") == "resumed"]
+    assert "layout.dp: 1 -> 2" in changed[0] and "layout.dp: 2 -> 1" in changed[1]
+    found, expected = ([row["loss"] for row in rows(run)] for run in (copy, straight))
+    assert found == pytest.approx(expected, abs=1e-5) and len(found) == 10
+    assert "dp" not in yaml.safe_load((copy / "config.yaml").read_text())["layout"]
 
 
 def test_resume_with_nothing_left(whole, tmp_path):

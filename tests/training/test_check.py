@@ -299,8 +299,8 @@ EIGHT = {"global_batch_size": 8}
 
 
 def test_a_microbatch_that_no_option_gives_fits_the_layout(material, tmp_path):
-    """A config.yaml has the size that was chosen for its layout and batch. A size that is given,
-    and one that a file has for the layout that it names itself, stay, to be refused.
+    """A file's size that the options' layout or batch does not fit is chosen anew. A size that is
+    given, and one that a file has for the layout that it names itself, stay, to be refused.
     """
 
     def size(file, **changes):
