@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from dolmen.core.config import NonNegative
 from dolmen.families import common, llama
-from dolmen.families.family import Family, Field, activation_name
+from dolmen.families.family import Family, Field
 from dolmen.families.rules import Rule, Split
 from dolmen.files import kinds
 from dolmen.model.spec import AlibiSpec, AttentionSpec, BlockSpec, ModelSpec, RopeSpec
@@ -64,12 +64,8 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Baichuan config.json for a spec."""
-    mixer, mlp = common.attention(spec), common.mlp(spec)
+    mixer = common.attention(spec)
     return {
-        **common.write(spec, FIELDS),
-        "intermediate_size": mlp.size,
-        "num_attention_heads": mixer.heads,
-        "hidden_act": activation_name(mlp.activation),
         "head": HEADS[spec.head.normalised],
         "positions": POSITIONS[mixer.positions == AlibiSpec()],
     }

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 from annotated_types import MaxLen
 
 from dolmen.families import common, llama
-from dolmen.families.family import ACTIVATION, Family, Field, activation, activation_name, expect
 from dolmen.families.family import BESIDE as SPECIAL
+from dolmen.families.family import Family, Field, activation, expect
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.model.spec import (
@@ -28,18 +28,16 @@ from dolmen.model.spec.layers import Activation
 EPS = common.eps("layer_norm_eps", 1e-12)
 FIELDS = (
     common.vocab_size(30522),
-    Field("hidden_size", kinds.WIDTH, 768, "Width of the residual stream."),
-    Field("num_hidden_layers", kinds.LAYERS, 12, "Encoder blocks."),
-    Field("num_attention_heads", kinds.HEADS, 12, "Heads."),
-    Field("intermediate_size", kinds.WIDTH, 3072, "Width of the feed-forward layer."),
-    Field(
+    common.standard("hidden_size", 768),
+    common.standard("num_hidden_layers", 12, help="Encoder blocks."),
+    common.standard("num_attention_heads", 12, help="Heads."),
+    common.standard("intermediate_size", 3072),
+    common.standard(
         "hidden_act",
-        ACTIVATION,
         "gelu",
-        "Activation of the feed-forward layer and of the head: gelu (the exact erf form), "
-        "gelu_new, relu, silu.",
+        help="Activation of the feed-forward layer and of the head, as in other families.",
     ),
-    Field("max_position_embeddings", kinds.POSITIONS, 512, "Rows of the position embedding."),
+    common.standard("max_position_embeddings", 512, help="Rows of the position embedding."),
     Field("type_vocab_size", kinds.VOCABULARY, 2, "Number of token types (segment ids)."),
     *common.last_fields(EPS, tied=True),
 )
@@ -50,7 +48,7 @@ ONLY = {
 }
 DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 BESIDE = {**SPECIAL, **DROPOUT}
-HARMLESS = ("classifier_dropout", *DROPOUT)
+HARMLESS = "classifier_dropout hidden_dropout_prob attention_probs_dropout_prob"
 LAYER = {
     "attention.self.query": "attn.q",
     "attention.self.key": "attn.k",
@@ -116,12 +114,8 @@ def write_encoder(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields that BERT and RoBERTa share, for a spec. Raises ValueError without a
     position table.
     """
-    mlp, table = common.mlp(spec), expect(spec.embedding.positions, PositionTable, "positions")
+    table = expect(spec.embedding.positions, PositionTable, "positions")
     return {
-        **common.write(spec, FIELDS),
-        "num_attention_heads": common.attention(spec).heads,
-        "intermediate_size": mlp.size,
-        "hidden_act": activation_name(mlp.activation),
         # RoBERTa: 514 for 512 tokens
         "max_position_embeddings": table.length + table.offset,
         "type_vocab_size": spec.embedding.types,

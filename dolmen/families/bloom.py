@@ -23,15 +23,9 @@ from dolmen.model.spec import (
 FIELDS = (
     common.vocab_size(250880),
     Field("hidden_size", kinds.WIDTH, 64, "Width of the residual stream.", ("n_embed",)),
-    Field("n_layer", kinds.LAYERS, 2, "Decoder blocks.", ("num_hidden_layers",)),
-    Field("n_head", kinds.HEADS, 8, "Heads.", ("num_attention_heads",)),
-    Field(
-        "seq_length",
-        kinds.POSITIONS,
-        2048,
-        "Maximum sequence length in tokens (ALiBi itself has no limit).",
-        common=("max_position_embeddings",),
-    ),
+    common.standard("num_hidden_layers", 2, "n_layer", aliased=True),
+    common.standard("num_attention_heads", 8, "n_head", aliased=True, help="Heads."),
+    common.standard("max_position_embeddings", 2048, "seq_length", help=common.ALIBI_LENGTH),
     Field(
         "apply_residual_connection_post_layernorm",
         bool,
@@ -58,12 +52,8 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a BLOOM config.json for a spec."""
-    return {
-        **common.write(spec, FIELDS),
-        "n_head": common.attention(spec).heads,
-        "apply_residual_connection_post_layernorm": spec.blocks[0].arrangement == NORMED,
-    }
+    """Return the fields of a BLOOM config.json that `common.write` does not state."""
+    return {"apply_residual_connection_post_layernorm": spec.blocks[0].arrangement == NORMED}
 
 
 def rules(spec: ModelSpec) -> list[Rule]:
@@ -89,7 +79,6 @@ BLOOM = Family(
     model_type="bloom",
     title="BLOOM",
     architecture="BloomForCausalLM",
-    scorer="BloomForSequenceClassification",
     read=read,
     write=write,
     rules=rules,
@@ -100,13 +89,8 @@ BLOOM = Family(
         "slow_but_exact": (False, None),
     },
     harmless=(
-        "hidden_dropout",
-        "attention_softmax_in_fp32",
-        "bias_dropout_fusion",
-        "masked_softmax_fusion",
-        "offset_alibi",
-        "skip_bias_add",
-        "skip_bias_add_qkv",
+        "hidden_dropout attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion "
+        "offset_alibi skip_bias_add skip_bias_add_qkv"
     ),
     extra_fields={
         **BESIDE,

@@ -38,13 +38,7 @@ EPS = common.eps("layernorm_epsilon", 1e-5)
 CHATGLM_FIELDS = (
     common.vocab_size(150528),
     *glm.sizes(4096, 28, 32),
-    Field(
-        "inner_hidden_size",
-        kinds.WIDTH,
-        16384,
-        "Width of the feed-forward layer.",
-        common=("intermediate_size",),
-    ),
+    common.standard("intermediate_size", 16384, "inner_hidden_size"),
     glm.longest(2048),
     Field(
         "bos_token_id",
@@ -110,9 +104,6 @@ def write_chatglm(spec: ModelSpec) -> dict[str, Any]:
     # versions from 1.1 on: ids are fields of config.json
     stated = all(mask.behind == "stays" for mask in blanks.masks)
     return {
-        **common.write(spec, CHATGLM_FIELDS),
-        "num_attention_heads": common.attention(spec).heads,
-        "inner_hidden_size": common.mlp(spec).size,
         "bos_token_id": blanks.start,
         "mask_token_id": ids.get("mask") if stated else None,
         "gmask_token_id": ids.get("gmask") if stated else None,
@@ -147,7 +138,7 @@ CHATGLM = Family(
         "quantization_embeddings": (False, None),
         "pre_seq_len": (None,),
     },
-    harmless=("prefix_projection",),
+    harmless="prefix_projection",
     extra_fields={**BESIDE, "position_encoding_2d": True},
     ignored=(r"transformer\.layers\.\d+\.attention\.rotary_emb\.inv_freq",),
     remote_code=("configuration_chatglm", "modeling_chatglm", "tokenization_chatglm"),
@@ -177,16 +168,10 @@ CHATGLM2_FIELDS = (
         "Rows of the embedding and of the head, tokens.",
         ("vocab_size",),
     ),
-    Field("hidden_size", kinds.WIDTH, 4096, "Width of the residual stream."),
-    Field(
-        "ffn_hidden_size",
-        kinds.WIDTH,
-        13696,
-        "Width of the feed-forward layer.",
-        common=("intermediate_size",),
-    ),
-    Field("num_layers", kinds.LAYERS, 28, "Decoder blocks.", ("num_hidden_layers",)),
-    Field("num_attention_heads", kinds.HEADS, 32, "Query heads."),
+    common.standard("hidden_size", 4096),
+    common.standard("intermediate_size", 13696, "ffn_hidden_size"),
+    common.standard("num_hidden_layers", 28, "num_layers", aliased=True),
+    common.standard("num_attention_heads", 32),
     Field("multi_query_attention", bool, False, "Multi-query (grouped-query) attention."),
     Field(
         "multi_query_group_num",
@@ -203,13 +188,7 @@ CHATGLM2_FIELDS = (
         common=("head_dim",),
     ),
     Field("add_qkv_bias", bool, False, "Biases on q, k and v."),
-    Field(
-        "seq_length",
-        kinds.POSITIONS,
-        2048,
-        "Longest sequence, tokens.",
-        common=("max_position_embeddings",),
-    ),
+    common.standard("max_position_embeddings", 2048, "seq_length"),
     Field(
         "rope_ratio",
         AboveZero,
@@ -284,12 +263,7 @@ def write_chatglm2(spec: ModelSpec) -> dict[str, Any]:
     rope = expect(mixer.positions, RopeSpec, "positions")
     divided = rope.scaling.factor if isinstance(rope.scaling, LinearScaling) else None
     return {
-        **common.write(spec, CHATGLM2_FIELDS),
-        "ffn_hidden_size": common.mlp(spec).size,
-        "num_attention_heads": mixer.heads,
         "multi_query_attention": mixer.kv_heads < mixer.heads,
-        "multi_query_group_num": mixer.kv_heads,
-        "kv_channels": mixer.head_size,
         "add_qkv_bias": mixer.q_bias,
         "rope_ratio": divided or rope.theta / THETA,
         "rope_ratio_of": RATIO_OF[divided is not None],
@@ -344,14 +318,9 @@ CHATGLM2 = Family(
         "pre_seq_len": (None,),
     },
     harmless=(
-        "apply_query_key_layer_scaling",
-        "attention_softmax_in_fp32",
-        "bias_dropout_fusion",
-        "classifier_dropout",
-        "fp32_residual_connection",
-        "hidden_dropout",
-        "interleaved_qkv",
-        "prefix_projection",
+        "apply_query_key_layer_scaling attention_softmax_in_fp32 bias_dropout_fusion "
+        "classifier_dropout fp32_residual_connection hidden_dropout interleaved_qkv "
+        "prefix_projection"
     ),
     extra_fields={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     ignored=(r"transformer\.rotary_pos_emb\.inv_freq",),

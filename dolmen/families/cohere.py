@@ -5,7 +5,7 @@ from typing import Any
 
 from dolmen.core.config import AboveZero
 from dolmen.families import common, llama, windows
-from dolmen.families.family import Family, Field, flag
+from dolmen.families.family import Field, flag
 from dolmen.families.rules import Rule
 from dolmen.model.spec import ModelSpec, NormSpec, ParallelResidual, group_repeats
 
@@ -38,8 +38,6 @@ def write_cohere(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Command R config.json for a spec."""
     mixer = common.attention(spec)
     return {
-        **llama.write_llama_like(spec, COHERE_FIELDS),
-        "attention_bias": mixer.q_bias,
         "use_qk_norm": mixer.qk_norm is not None,
         "logit_scale": spec.head.scale,
     }
@@ -50,10 +48,12 @@ def cohere_rules(spec: ModelSpec) -> list[Rule]:
     return llama.llama_like_rules(spec, {"input_layernorm": "norm"})
 
 
-COHERE = Family(
+COHERE = replace(
+    llama.LLAMA,
     model_type="cohere",
     title="Command R",
     architecture="CohereForCausalLM",
+    scorer=None,
     read=read_cohere,
     write=write_cohere,
     rules=cohere_rules,
@@ -77,9 +77,7 @@ COHERE = Family(
         tie_word_embeddings=True,
     ),
     only={**windows.NONE, "mlp_bias": (False, None)},
-    harmless=("model_max_length",),
-    extra_fields=llama.BESIDE,
-    ignored=llama.IGNORED,
+    harmless="model_max_length",
 )
 
 
@@ -111,29 +109,21 @@ def read_cohere2(config: dict[str, Any]) -> ModelSpec:
     return replace(spec, runs=group_repeats(blocks))
 
 
-def write_cohere2(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Command R7B config.json for a spec, layer types included."""
-    own = {field.name for field in COHERE2_FIELDS}
-    fields = {**write_cohere(spec), **windows.write_types(spec)}
-    return {name: value for name, value in fields.items() if name in own}
-
-
-COHERE2 = Family(
+COHERE2 = replace(
+    llama.LLAMA,
     model_type="cohere2",
     title="Command R7B and Command A",
     architecture="Cohere2ForCausalLM",
+    scorer=None,
     read=read_cohere2,
-    write=write_cohere2,
+    write=lambda spec: {"logit_scale": spec.head.scale},
     rules=cohere_rules,
     fields=llama.change_fields(COHERE2_FIELDS, sliding_window=4096, rope_theta=10000.0),
     only={"mlp_bias": (False, None)},
     # what transformers does not read, of the code that it was made with
-    harmless=tuple(
-        """
-        model_max_length head_dim cache_implementation order_of_interleaved_layers
-        position_embedding_type rotary_pct use_embedding_sharing use_gated_activation
-        use_parallel_block use_parallel_embedding""".split()
+    harmless=(
+        "model_max_length head_dim cache_implementation order_of_interleaved_layers "
+        "position_embedding_type rotary_pct use_embedding_sharing use_gated_activation "
+        "use_parallel_block use_parallel_embedding"
     ),
-    extra_fields=llama.BESIDE,
-    ignored=llama.IGNORED,
 )

@@ -9,7 +9,18 @@ from typing import Any
 
 from dolmen.core.config import NonNegative
 from dolmen.core.messages import divisor
-from dolmen.families.family import Field, activation, expect, flag, names
+from dolmen.families import rope, windows
+from dolmen.families.family import (
+    ACTIVATION,
+    ACTIVATIONS,
+    Family,
+    Field,
+    activation,
+    activation_name,
+    expect,
+    flag,
+    names,
+)
 from dolmen.files import kinds
 from dolmen.model.spec import (
     AttentionSpec,
@@ -21,6 +32,7 @@ from dolmen.model.spec import (
     ModelSpec,
     MoESpec,
     NormSpec,
+    RopeSpec,
     group_repeats,
 )
 
@@ -42,6 +54,47 @@ def eps(name: str, default: float) -> Field:
     """Return the field of the norms' epsilon under the family's `name`, with its default."""
     help_text = "Added to the variance inside every norm."
     return Field(name, NonNegative, default, help_text, common=("norm_eps",))
+
+
+STANDARD = {
+    one.name: one
+    for one in (
+        Field("hidden_size", kinds.WIDTH, help="Width of the residual stream."),
+        Field("intermediate_size", kinds.WIDTH, help="Width of the feed-forward layer."),
+        Field("num_hidden_layers", kinds.LAYERS, help="Decoder blocks."),
+        Field("num_attention_heads", kinds.HEADS, help="Query heads."),
+        Field(
+            "hidden_act",
+            ACTIVATION,
+            help="Activation of the feed-forward layer: silu, gelu (the exact erf form), gelu_new "
+            "or gelu_pytorch_tanh (the tanh form), relu.",
+        ),
+        Field("max_position_embeddings", kinds.POSITIONS, help="Longest sequence, tokens."),
+    )
+}
+"""Fields that most families have, by their usual names."""
+ALIBI_LENGTH = "Maximum sequence length in tokens (ALiBi itself has no limit)."
+FOUR_TIMES = "Width of the feed-forward layer; None: 4 times hidden_size."
+TABLE_LENGTH = "Maximum sequence length in tokens: rows of the position embedding."
+
+
+def standard(
+    name: str, default: Any, own: str = "", *, aliased: bool = False, help: str = ""
+) -> Field:
+    """Return the field of STANDARD that is usually called `name`, with the family's default and its
+    `own` name. `aliased`: a config.json may have the usual name too. `help`: another help text.
+    """
+    field = STANDARD[name]
+    others = (name,) if own else ()
+    return replace(
+        field,
+        name=own or name,
+        kind=field.kind | None if default is None else field.kind,
+        default=default,
+        help=help or field.help,
+        aliases=others if aliased else (),
+        common=() if aliased else others,
+    )
 
 
 QKV = tuple(f"layers.{{}}.attn.{part}" for part in "qkv")  # ours, of what stores them as one
@@ -127,21 +180,72 @@ def make_spec(
     )
 
 
-def write(spec: ModelSpec, fields: Sequence[Field]) -> dict[str, Any]:
-    """Return the fields outside the layers, under the names of `fields`: sizes, norm eps, tied
-    head.
+def write(family: Family, spec: ModelSpec) -> dict[str, Any]:
+    """Return the config.json fields that determine the spec: the common ones of WRITTEN (and of
+    WRITTEN_EXPERTS, from the first MoE layer) under the family's names, and those that
+    `family.write` states itself, which win. Raises ValueError for a spec of other components.
     """
-    stated = {
-        "vocab_size": spec.vocab_size,
-        "hidden_size": spec.hidden_size,
-        "num_hidden_layers": spec.layers,
-        "max_position_embeddings": spec.max_position_embeddings,
-        "norm_eps": spec.blocks[0].norm.eps,
-        "initializer_range": spec.initializer_range,
-        "tie_word_embeddings": spec.head.tied,
-    }
-    own = names(fields)
-    return {own[name]: value for name, value in stated.items() if name in own}
+    own, stated = names(family.fields), family.write(spec)
+    left = {name for name, field in own.items() if field not in stated}
+    written = {own[name]: value(spec) for name, value in WRITTEN.items() if name in left}
+    if sparse := sparse_layers(spec):
+        experts = WRITTEN_EXPERTS.items()
+        written |= {own[name]: value(sparse[0]) for name, value in experts if name in left}
+    for name in {"hidden_act", "rope_parameters"} & left:
+        written[own[name]] = (_write_act if name == "hidden_act" else _write_rope)(family, spec)
+    return written | stated
+
+
+def _write_act(family: Family, spec: ModelSpec) -> str:
+    """Return the name of the first layer's activation: that of the family's default if it is the
+    same function (gelu_new), else the usual one.
+    """
+    own = names(family.fields)["hidden_act"]
+    default = next(field.default for field in family.fields if field.name == own)
+    ours = spec.blocks[0].mlp.activation
+    return default if ACTIVATIONS.get(default) == ours else activation_name(ours)
+
+
+def _write_rope(family: Family, spec: ModelSpec) -> dict[str, Any]:
+    """Return rope_parameters of the first layer that has positions, always in transformers 5's
+    spelling; `spell_field` keeps a file's own when fields are edited.
+    """
+    known = (block.mixer.positions for block in spec.blocks)
+    # Cohere2: the first layers with positions are those with a window
+    turned = expect(next((p for p in known if p is not None), None), RopeSpec, "positions")
+    part = rope.PART.name in names(family.fields)
+    return rope.write(turned, attention(spec).head_size if part else None)
+
+
+# Common name of a field -> how a new config.json states it.
+WRITTEN: dict[str, Callable[[ModelSpec], Any]] = {
+    "vocab_size": lambda spec: spec.vocab_size,
+    "hidden_size": lambda spec: spec.hidden_size,
+    "num_hidden_layers": lambda spec: spec.layers,
+    "max_position_embeddings": lambda spec: spec.max_position_embeddings,
+    "norm_eps": lambda spec: spec.blocks[0].norm.eps,
+    "initializer_range": lambda spec: spec.initializer_range,
+    "tie_word_embeddings": lambda spec: spec.head.tied,
+    "num_attention_heads": lambda spec: attention(spec).heads,
+    "num_key_value_heads": lambda spec: attention(spec).kv_heads,
+    "head_dim": lambda spec: attention(spec).head_size,
+    "attention_bias": lambda spec: attention(spec).q_bias,
+    "clip_qkv": lambda spec: attention(spec).clip,
+    "sliding_window": windows.first_size,
+    "layer_types": windows.layer_types,
+    # where dense layers and experts differ, the field is of the dense ones
+    "intermediate_size": lambda spec: (dense_layers(spec) or sparse_layers(spec))[0].size,
+    "mlp_bias": lambda spec: mlp(spec).bias,
+    "decoder_sparse_step": lambda spec: 1,
+    "mlp_only_layers": lambda spec: [i for i, b in enumerate(spec.blocks) if not b.mlp.experts],
+}
+WRITTEN_EXPERTS: dict[str, Callable[[MoESpec], Any]] = {
+    "num_local_experts": lambda layer: layer.number,
+    "num_experts_per_tok": lambda layer: layer.per_token,
+    "moe_intermediate_size": lambda layer: layer.size,
+    "norm_topk_prob": lambda layer: layer.router.normalise,
+    "router_aux_loss_coef": lambda layer: layer.router.aux_loss_coef,
+}
 
 
 def map_blocks(spec: ModelSpec, change: Callable[[BlockSpec], BlockSpec]) -> ModelSpec:

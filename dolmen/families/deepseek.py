@@ -5,7 +5,7 @@ from typing import Any, Literal, get_args
 
 from dolmen.core.config import AboveZero
 from dolmen.families import common, experts, llama, rope
-from dolmen.families.family import Family, Field, activation_name, expect, flag
+from dolmen.families.family import Family, Field, expect, flag
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.model.spec import (
@@ -81,7 +81,7 @@ FIELDS = (
 )
 ONLY = {"mlp_bias": (False, None), "moe_layer_freq": (1, None)}
 CODE = ("configuration_deepseek", "modeling_deepseek")
-HARMLESS = ("head_dim", "qk_head_dim", "ep_size", "seq_aux", "output_router_logits")
+HARMLESS = "head_dim qk_head_dim ep_size seq_aux output_router_logits"
 
 
 def read_deepseek(config: dict[str, Any], router: RouterSpec, interleaved: bool) -> ModelSpec:
@@ -157,10 +157,8 @@ def write_deepseek(spec: ModelSpec) -> dict[str, Any]:
     mixer = expect(spec.blocks[0].mixer, LatentAttentionSpec, "mixer")
     dense, sparse = common.dense_layers(spec), common.sparse_layers(spec)
     return {
-        **common.write(spec, FIELDS),
         "num_attention_heads": mixer.heads,
         "num_key_value_heads": mixer.heads,
-        "hidden_act": activation_name(spec.blocks[0].mlp.activation),
         "q_lora_rank": mixer.q_rank,
         "kv_lora_rank": mixer.kv_rank,
         "qk_nope_head_dim": mixer.nope_size,
@@ -169,7 +167,6 @@ def write_deepseek(spec: ModelSpec) -> dict[str, Any]:
         "attention_bias": mixer.o_bias,
         "rope_parameters": _rope(mixer),
         "first_k_dense_replace": len(dense),
-        **({"intermediate_size": dense[0].size} if dense else {}),
         **(_write_deepseek_experts(sparse[0]) if sparse else {}),
     }
 
@@ -194,11 +191,8 @@ def _write_deepseek_experts(sparse: MoESpec) -> dict[str, Any]:
     shared = expect(sparse.shared, MLPSpec, "shared")
     return {
         "n_routed_experts": sparse.number,
-        "num_experts_per_tok": sparse.per_token,
-        "moe_intermediate_size": sparse.size,
         "n_shared_experts": shared.size // sparse.size,
         "routed_scaling_factor": sparse.router.scale,
-        "aux_loss_alpha": sparse.router.aux_loss_coef,
     }
 
 
@@ -288,7 +282,6 @@ DEEPSEEK_V2 = Family(
     model_type="deepseek_v2",
     title="DeepSeek-V2 and V2-Lite",
     architecture="DeepseekV2ForCausalLM",
-    scorer="DeepseekV2ForSequenceClassification",
     read=read_deepseek_v2,
     write=write_deepseek_v2,
     rules=deepseek_rules,
@@ -352,27 +345,18 @@ def read_deepseek_v3(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_deepseek_v3(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a DeepSeek-V3 config.json for a spec."""
+    """Return the fields of a DeepSeek-V3 config.json that `common.write` does not state."""
     positions = expect(spec.blocks[0].mixer.positions, RopeSpec, "positions")
-    fields = {**write_deepseek(spec), "rope_interleave": positions.interleaved}
-    sparse = common.sparse_layers(spec)
-    return {**fields, **(_write_router(sparse[0].router) if sparse else {})}
-
-
-def _write_router(router: RouterSpec) -> dict[str, Any]:
-    """Return V3's router fields: normalisation and groups."""
-    return {
-        "norm_topk_prob": router.normalise,
-        "n_group": router.groups,
-        "topk_group": router.groups_per_token,
-    }
+    groups = {}
+    for layer in common.sparse_layers(spec)[:1]:
+        groups = {"n_group": layer.router.groups, "topk_group": layer.router.groups_per_token}
+    return {**write_deepseek(spec), "rope_interleave": positions.interleaved, **groups}
 
 
 DEEPSEEK_V3 = Family(
     model_type="deepseek_v3",
     title="DeepSeek-V3 and R1",
     architecture="DeepseekV3ForCausalLM",
-    scorer="DeepseekV3ForSequenceClassification",
     read=read_deepseek_v3,
     write=write_deepseek_v3,
     rules=deepseek_rules,

@@ -57,12 +57,6 @@ def sparse_or_dense(
     return lambda i: dense if i in only or (i + 1) % step else sparse
 
 
-def write_which(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields WHICH of a spec: every dense layer named in mlp_only_layers."""
-    dense = [i for i, block in enumerate(spec.blocks) if not block.mlp.experts]
-    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-
-
 def read(
     config: dict[str, Any], size: int, normalise: bool, number: str = "num_local_experts"
 ) -> MoESpec:
@@ -77,15 +71,6 @@ def read(
         activation(config, "hidden_act"),
         RouterSpec(normalise=normalise, aux_loss_coef=float(config["router_aux_loss_coef"])),
     )
-
-
-def write(layer: MoESpec, number: str = "num_local_experts") -> dict[str, Any]:
-    """Return the FIELDS of an MoE layer, the number of experts under the family's name `number`."""
-    return {
-        number: layer.number,
-        "num_experts_per_tok": layer.per_token,
-        "router_aux_loss_coef": layer.router.aux_loss_coef,
-    }
 
 
 def rules(spec: ModelSpec, module: str, names: Mapping[str, str], bias: str = "bias") -> list[Rule]:

@@ -17,11 +17,9 @@ from annotated_types import Interval
 from dolmen.core.messages import plural
 from dolmen.families import common, rope
 from dolmen.families.family import (
-    ACTIVATION,
     BESIDE,
     Family,
     Field,
-    activation_name,
     expect,
     flag,
 )
@@ -41,8 +39,8 @@ from dolmen.model.spec.block import Arrangement
 FIELDS = (
     common.vocab_size(65024),
     Field("hidden_size", kinds.WIDTH, 4544, "Width of the residual stream.", ("n_embed",)),
-    Field("num_hidden_layers", kinds.LAYERS, 32, "Decoder blocks."),
-    Field("num_attention_heads", kinds.HEADS, 71, "Query heads."),
+    common.standard("num_hidden_layers", 32),
+    common.standard("num_attention_heads", 71),
     Field(
         "num_kv_heads",
         kinds.HEADS | None,
@@ -83,22 +81,9 @@ FIELDS = (
         False,
         "ALiBi in place of rope; needs as many key-value heads as query heads.",
     ),
-    Field(
-        "ffn_hidden_size",
-        kinds.WIDTH | None,
-        None,
-        "Width of the feed-forward layer; None: 4 hidden_size.",
-        common=("intermediate_size",),
-    ),
-    Field(
-        "activation",
-        ACTIVATION,
-        "gelu",
-        "Activation of the feed-forward layer: gelu (the exact erf form), gelu_pytorch_tanh, silu, "
-        "relu.",
-        common=("hidden_act",),
-    ),
-    Field("max_position_embeddings", kinds.POSITIONS, 2048, "Longest sequence, tokens."),
+    common.standard("intermediate_size", None, "ffn_hidden_size", help=common.FOUR_TIMES),
+    common.standard("hidden_act", "gelu", "activation"),
+    common.standard("max_position_embeddings", 2048),
     *rope.fields(),
     *common.last_fields(common.LAYER_NORM_EPS, tied=True),
 )
@@ -168,20 +153,15 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Falcon config.json for a spec."""
-    mixer, mlp, arrangement = common.attention(spec), common.mlp(spec), spec.blocks[0].arrangement
+    mixer, arrangement = common.attention(spec), spec.blocks[0].arrangement
     # only the new architecture has two norms, or groups of queries
     grouped = arrangement == ParallelResidual(2) or mixer.kv_heads not in (1, mixer.heads)
     return {
-        **common.write(spec, FIELDS),
-        "num_attention_heads": mixer.heads,
-        "num_kv_heads": mixer.kv_heads,
         "new_decoder_architecture": grouped,
         "multi_query": not grouped and mixer.kv_heads == 1,
         "parallel_attn": arrangement != SequentialResidual(),
         "num_ln_in_parallel_attn": NORMS.get(arrangement),
         "bias": mixer.q_bias,
-        "ffn_hidden_size": mlp.size,
-        "activation": activation_name(mlp.activation),
         "alibi": mixer.positions == FalconAlibiSpec(),
         "rope_parameters": _rope(mixer),
     }
@@ -231,13 +211,12 @@ FALCON = Family(
     model_type="falcon",
     title="Falcon",
     architecture="FalconForCausalLM",
-    scorer="FalconForSequenceClassification",
     read=read,
     write=write,
     rules=rules,
     fields=FIELDS,
     only={"apply_residual_connection_post_layernorm": (False, None)},
-    harmless=("hidden_dropout",),
+    harmless="hidden_dropout",
     extra_fields={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     ignored=(r"transformer\.h\.\d+\.self_attention\.rotary_emb\.inv_freq",),
     remote_code=("configuration_falcon", "modeling_falcon"),

@@ -172,18 +172,19 @@ class Family:
     """(config with defaults filled in, under the family's own names) -> its spec. Raises
     ValueError, naming the field, for what cannot be computed.
     """
-    write: Callable[[ModelSpec], dict[str, Any]]
-    """spec -> the config.json fields that determine it. Raises ValueError for a spec of other
-    components; other losses show when the fields are read back (`model_from_spec`).
-    """
     rules: Callable[[ModelSpec], list[Rule]]
     """spec -> its weight rules, which name the embedding `embed` and the head `head`."""
+    write: Callable[[ModelSpec], dict[str, Any]] = lambda spec: {}
+    """spec -> those config.json fields that determine it and that `common.write` does not state.
+    Raises ValueError for a spec of other components; other losses show when the fields are read
+    back (`model_from_spec`).
+    """
     only: dict[str, tuple] = field(default_factory=dict)
     """Other fields that change what the model computes -> their supported values, the usual one
     first.
     """
-    harmless: tuple[str, ...] = ()
-    """Other fields that do not change what the model computes."""
+    harmless: str = ""
+    """Names of other fields that do not change what the model computes, between spaces."""
     extra_fields: dict[str, Any] = field(default_factory=dict)
     """Harmless fields that a new config.json states, with their values."""
     ignored: tuple[str, ...] = ()
@@ -222,15 +223,23 @@ class Family:
     """True if transformers has a class for it."""
     stores_tied_head: bool = False
     """Files store the head's tensor even if it is tied to the embedding."""
-    scorer: str | None = None
-    """transformers' ...ForSequenceClassification class with a bias-free `score` head; None: there
-    is none.
+    scorer: str | None = ""
+    """transformers' class with a bias-free `score` head; "": the ...ForSequenceClassification of a
+    ...ForCausalLM in transformers; None: there is none.
     """
 
     @property
     def name(self) -> str:
         """Name of the family in the registry."""
         return self.registry_name or self.model_type
+
+    @property
+    def scorer_class(self) -> str | None:
+        """transformers' class with a bias-free `score` head; None: there is none."""
+        stem = self.architecture.removesuffix("ForCausalLM")
+        if self.scorer == "" and (stem == self.architecture or not self.in_transformers):
+            return None
+        return f"{stem}ForSequenceClassification" if self.scorer == "" else self.scorer
 
     @cached_property
     def schema(self) -> Any:

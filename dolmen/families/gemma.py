@@ -9,7 +9,7 @@ from annotated_types import Interval
 
 from dolmen.core.config import AboveZero
 from dolmen.families import common, llama, rope, windows
-from dolmen.families.family import Family, Field, OuterModel, expect
+from dolmen.families.family import Field, OuterModel, expect
 from dolmen.families.rules import Rule
 from dolmen.files.schema import typed_dict
 from dolmen.model.spec import (
@@ -52,24 +52,17 @@ def read_stated(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def write_gemma(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Gemma config.json for a spec."""
-    return {**llama.write_llama_like(spec), "attention_bias": common.attention(spec).q_bias}
-
-
 DEFAULTS = dict(
     vocab_size=256000, head_dim=256, max_position_embeddings=8192, tie_word_embeddings=True
 )
 ONLY = {"mlp_bias": (False, None), "use_bidirectional_attention": (None, False)}
 
-GEMMA = Family(
+GEMMA = replace(
+    llama.LLAMA,
     model_type="gemma",
     title="Gemma",
     architecture="GemmaForCausalLM",
-    scorer="GemmaForSequenceClassification",
     read=read_gemma,
-    write=write_gemma,
-    rules=llama.llama_like_rules,
     fields=llama.change_fields(
         llama.FIELDS,
         llama.ATTENTION_BIAS,
@@ -82,9 +75,7 @@ GEMMA = Family(
         **DEFAULTS,
     ),
     only={**windows.NONE, **ONLY},
-    harmless=("hidden_activation",),
-    extra_fields=llama.BESIDE,
-    ignored=llama.IGNORED,
+    harmless="hidden_activation",
 )
 
 
@@ -147,19 +138,12 @@ def _float_or_none(value: float | None) -> float | None:
 
 
 def write_gemma2(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Gemma 2 config.json for a spec. A window is stated even if no layer
-    has one, because transformers builds its masks from it.
+    """Return the fields of a Gemma 2 config.json that `common.write` does not state, and a window
+    even if no layer has one, because transformers builds its masks from it.
     """
-    fields, mixer, of_layers = (
-        write_gemma(spec),
-        common.attention(spec),
-        windows.write_types(spec),
-    )
+    mixer = common.attention(spec)
     return {
-        **{name: value for name, value in fields.items() if name != "hidden_act"},
-        **of_layers,
-        "sliding_window": of_layers["sliding_window"] or WINDOW,
-        "hidden_activation": fields["hidden_act"],
+        "sliding_window": windows.first_size(spec) or WINDOW,
         "query_pre_attn_scalar": (
             # the field is an integer: scale = scalar^-1/2
             mixer.head_size if mixer.scale is None else round(mixer.scale**-2)
@@ -181,11 +165,11 @@ FIELDS = tuple(
     for field in llama.FIELDS
 )
 
-GEMMA2 = Family(
+GEMMA2 = replace(
+    llama.LLAMA,
     model_type="gemma2",
     title="Gemma 2",
     architecture="Gemma2ForCausalLM",
-    scorer="Gemma2ForSequenceClassification",
     read=read_gemma2,
     write=write_gemma2,
     rules=gemma2_rules,
@@ -221,9 +205,7 @@ GEMMA2 = Family(
         **DEFAULTS,
     ),
     only={**ONLY, "sliding_window_pattern": (2, None)},
-    harmless=("hidden_act", "sliding_window_size", "cache_implementation"),
-    extra_fields=llama.BESIDE,
-    ignored=llama.IGNORED,
+    harmless="hidden_act sliding_window_size cache_implementation",
 )
 
 
@@ -305,7 +287,8 @@ ROPES = (
 )
 OTHER = {*(field.name for field in ROPES), "layer_types"}
 
-GEMMA3 = Family(
+GEMMA3 = replace(
+    llama.LLAMA,
     model_type="gemma3_text",
     title="Gemma 3, text",
     architecture="Gemma3ForCausalLM",
@@ -323,9 +306,7 @@ GEMMA3 = Family(
         final_logit_softcapping=None,
     ),
     only=ONLY,
-    harmless=("hidden_act", "cache_implementation"),
-    extra_fields=llama.BESIDE,
-    ignored=llama.IGNORED,
+    harmless="hidden_act cache_implementation",
     outer=OuterModel(
         "gemma3",
         "text_config",

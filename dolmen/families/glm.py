@@ -64,17 +64,6 @@ def read_glm(config: dict[str, Any]) -> ModelSpec:
     return read_arranged(config, SequentialResidual())
 
 
-def write_glm(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a GLM-4 or GLM-4-0414 config.json for a spec."""
-    mixer = common.attention(spec)
-    turned = expect(mixer.positions, RopeSpec, "positions")
-    return {
-        **llama.write_llama_like(spec),
-        "attention_bias": mixer.q_bias,
-        "rope_parameters": rope.write(turned, mixer.head_size),
-    }
-
-
 def glm_rules(spec: ModelSpec, norms: Mapping[str, str] = llama.NORMS) -> list[Rule]:
     """Return the weight rules of GLM-4: Llama's with gate and up fused; `norms`: stored norm names
     -> ours.
@@ -84,17 +73,15 @@ def glm_rules(spec: ModelSpec, norms: Mapping[str, str] = llama.NORMS) -> list[R
     return llama.llama_like_rules(spec, norms, instead=[fused])
 
 
-GLM = Family(
+GLM = replace(
+    llama.LLAMA,
     model_type="glm",
     title="GLM-4 and GLM-4-9B as transformers has them",
     architecture="GlmForCausalLM",
-    scorer="GlmForSequenceClassification",
     read=read_glm,
-    write=write_glm,
     rules=glm_rules,
     fields=GLM_FIELDS,
-    extra_fields=llama.BESIDE,
-    ignored=llama.IGNORED,
+    only={},
 )
 
 
@@ -105,9 +92,9 @@ GLM = Family(
 def sizes(width: int, layers: int, heads: int) -> tuple[Field, ...]:
     """Return the fields hidden_size, num_layers and num_attention_heads with these defaults."""
     return (
-        Field("hidden_size", kinds.WIDTH, width, "Width of the residual stream."),
-        Field("num_layers", kinds.LAYERS, layers, "Decoder blocks.", common=("num_hidden_layers",)),
-        Field("num_attention_heads", kinds.HEADS, heads, "Heads."),
+        common.standard("hidden_size", width),
+        common.standard("num_hidden_layers", layers, "num_layers"),
+        common.standard("num_attention_heads", heads, help="Heads."),
     )
 
 
@@ -181,17 +168,15 @@ def glm4_rules(spec: ModelSpec) -> list[Rule]:
     return glm_rules(spec, NORMS)
 
 
-GLM4 = Family(
+GLM4 = replace(
+    llama.LLAMA,
     model_type="glm4",
     title="GLM-4-0414",
     architecture="Glm4ForCausalLM",
-    scorer="Glm4ForSequenceClassification",
     read=read_glm4,
-    write=write_glm,
     rules=glm4_rules,
     fields=GLM_FIELDS,
-    extra_fields=llama.BESIDE,
-    ignored=llama.IGNORED,
+    only={},
 )
 
 
@@ -231,24 +216,13 @@ def read_glm_10b(config: dict[str, Any]) -> ModelSpec:
     return common.make_spec(config, GLM_10B_FIELDS, blocks, embedding, blanks)
 
 
-def write_glm_10b(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a GLM-10B config.json for a spec. Raises ValueError for a spec without
-    blanks.
-    """
-    return write_blanks(spec, GLM_10B_FIELDS)
-
-
-def write_blanks(spec: ModelSpec, fields: tuple[Field, ...]) -> dict[str, Any]:
-    """Return the fields of an older GLM, except its mlp's, for a spec, special tokens included.
-    Raises ValueError for a spec without blanks.
+def write_blanks(spec: ModelSpec) -> dict[str, Any]:
+    """Return the field special_tokens, which a GLM's blanks determine. Raises ValueError for a spec
+    without blanks.
     """
     blanks = expect(spec.blanks, BlankInfilling, "blanks")
     ids = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}
-    return {
-        **common.write(spec, fields),
-        "num_attention_heads": common.attention(spec).heads,
-        **special_tokens.special_tokens_field(ids),
-    }
+    return special_tokens.special_tokens_field(ids)
 
 
 def glm_10b_rules(spec: ModelSpec) -> list[Rule]:
@@ -294,7 +268,7 @@ GLM_10B = Family(
     architecture="GLMModel",
     in_transformers=False,
     read=read_glm_10b,
-    write=write_glm_10b,
+    write=write_blanks,
     rules=glm_10b_rules,
     fields=GLM_10B_FIELDS,
     frame=frame_glm_10b,
@@ -306,19 +280,10 @@ GLM_10B = Family(
         "use_swiglu": (False, None),
     },
     harmless=(
-        "attention_dropout_prob",
-        "attention_scale",
-        "checkpoint_activations",
-        "checkpoint_num_layers",
-        "classifier_dropout",
-        "embedding_dropout_prob",
-        "max_memory_length",
-        "output_dropout_prob",
-        "output_predict",
-        "parallel_output",
-        "pool_token",
-        "spell_func",
-        "spell_length",
+        "attention_dropout_prob attention_scale checkpoint_activations "
+        "checkpoint_num_layers classifier_dropout embedding_dropout_prob max_memory_length "
+        "output_dropout_prob output_predict parallel_output pool_token spell_func "
+        "spell_length"
     ),
     extra_fields={
         "block_position_encoding": True,
@@ -343,12 +308,11 @@ EPS = common.eps("layernorm_epsilon", 1e-5)
 GLM_130B_FIELDS = (
     common.vocab_size(150528),
     *sizes(12288, 70, 96),
-    Field(
-        "inner_hidden_size",
-        kinds.WIDTH | None,
+    common.standard(
+        "intermediate_size",
         None,
-        "Width of the feed-forward layer; None: 8 / 3 of hidden_size, rounded down.",
-        common=("intermediate_size",),
+        "inner_hidden_size",
+        help="Width of the feed-forward layer; None: 8 / 3 of hidden_size, rounded down.",
     ),
     longest(2048),
     *common.last_fields(EPS, tied=True),
@@ -378,14 +342,6 @@ def read_glm_130b(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def write_glm_130b(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a GLM-130B config.json for a spec. Raises ValueError for a spec without
-    blanks.
-    """
-    width = {"inner_hidden_size": common.mlp(spec).size}
-    return {**write_blanks(spec, GLM_130B_FIELDS), **width}
-
-
 def glm_130b_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of GLM-130B, for unsharded tensors; up and gate are fused in this
     order.
@@ -411,7 +367,7 @@ GLM_130B = Family(
     architecture="GLM130B",
     in_transformers=False,
     read=read_glm_130b,
-    write=write_glm_130b,
+    write=write_blanks,
     rules=glm_130b_rules,
     fields=GLM_130B_FIELDS,
     frame=frame_glm_130b,

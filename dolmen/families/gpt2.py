@@ -5,9 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.families import common
-from dolmen.families.family import ACTIVATION, BESIDE, Family, Field
+from dolmen.families.family import BESIDE, Family, Field
 from dolmen.families.rules import Rename, Rule, Split, Transpose
-from dolmen.files import kinds
 from dolmen.model.spec import BlockSpec, EmbeddingSpec, ModelSpec, PositionTable
 
 # What GPT-2 and its descendants share: the fields of config.json, a plain mlp, and the names of the
@@ -15,57 +14,28 @@ from dolmen.model.spec import BlockSpec, EmbeddingSpec, ModelSpec, PositionTable
 
 GPT2_LIKE_FIELDS = (
     common.vocab_size(50257),
-    Field(
-        "n_positions",
-        kinds.POSITIONS,
+    common.standard(
+        "max_position_embeddings",
         1024,
-        "Maximum sequence length in tokens: rows of the position embedding, if there is one.",
-        ("max_position_embeddings",),
+        "n_positions",
+        aliased=True,
+        help="Maximum sequence length in tokens: rows of the position embedding, if there is one.",
     ),
-    Field("n_embd", kinds.WIDTH, 768, "Width of the residual stream.", ("hidden_size",)),
-    Field("n_layer", kinds.LAYERS, 12, "Decoder blocks.", ("num_hidden_layers",)),
-    Field("n_head", kinds.HEADS, 12, "Heads.", ("num_attention_heads",)),
-    Field(
-        "n_inner",
-        kinds.WIDTH | None,
-        None,
-        "Width of the feed-forward layer; None: 4 n_embd.",
-        common=("intermediate_size",),
-    ),
-    Field(
-        "activation_function",
-        ACTIVATION,
-        "gelu_new",
-        "Activation of the feed-forward layer: gelu_new, gelu (the exact erf form), silu, relu.",
-        common=("hidden_act",),
-    ),
+    common.standard("hidden_size", 768, "n_embd", aliased=True),
+    common.standard("num_hidden_layers", 12, "n_layer", aliased=True),
+    common.standard("num_attention_heads", 12, "n_head", aliased=True, help="Heads."),
+    common.standard("intermediate_size", None, "n_inner", help=common.FOUR_TIMES),
+    common.standard("hidden_act", "gelu_new", "activation_function"),
     *common.last_fields(common.LAYER_NORM_EPS, tied=True),
 )
 DROPOUT = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 HARMLESS = (
-    "n_ctx",
-    *DROPOUT,
-    "summary_type",
-    "summary_use_proj",
-    "summary_activation",
-    "summary_proj_to_labels",
-    "summary_first_dropout",
+    "n_ctx resid_pdrop embd_pdrop attn_pdrop summary_type summary_use_proj "
+    "summary_activation summary_proj_to_labels summary_first_dropout"
 )
 BESIDE = {**BESIDE, **dict.fromkeys(DROPOUT, 0.0)}
 LAYER, OURS = "transformer.h.{}.", "layers.{}."
 IGNORED = (r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",)
-
-
-def write_gpt2_like(spec: ModelSpec, fields: Sequence[Field] = GPT2_LIKE_FIELDS) -> dict[str, Any]:
-    """Return the fields that GPT-2 and its descendants share, from a spec's first layer."""
-    mlp = common.mlp(spec)
-    return {
-        **common.write(spec, fields),
-        "n_head": common.attention(spec).heads,
-        "n_inner": mlp.size,
-        # GPT-2's older name of the tanh form
-        "activation_function": "gelu_new" if mlp.activation == "gelu_tanh" else mlp.activation,
-    }
 
 
 def gpt2_like_rules(layer: Sequence[Rule], first: str = "attn_norm") -> list[Rule]:
@@ -119,7 +89,6 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     scorer="GPT2ForSequenceClassification",
     read=read_gpt2,
-    write=write_gpt2_like,
     rules=gpt2_rules,
     fields=GPT2_LIKE_FIELDS,
     only={
@@ -162,11 +131,8 @@ def read_gpt_bigcode(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_gpt_bigcode(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a StarCoder config.json for a spec."""
-    return {
-        **write_gpt2_like(spec, GPT_BIGCODE_FIELDS),
-        "multi_query": common.attention(spec).kv_heads == 1,
-    }
+    """Return the field of a StarCoder config.json that `common.write` does not state."""
+    return {"multi_query": common.attention(spec).kv_heads == 1}
 
 
 def gpt_bigcode_rules(spec: ModelSpec) -> list[Rule]:
@@ -191,24 +157,15 @@ GPT_BIGCODE = Family(
     model_type="gpt_bigcode",
     title="StarCoder and SantaCoder",
     architecture="GPTBigCodeForCausalLM",
-    scorer="GPTBigCodeForSequenceClassification",
     read=read_gpt_bigcode,
     write=write_gpt_bigcode,
     rules=gpt_bigcode_rules,
     fields=GPT_BIGCODE_FIELDS,
     only={"scale_attn_weights": (True,)},
-    harmless=(
-        *HARMLESS,
-        "num_key_value_heads",  # follows from multi_query, and nobody reads it
-        "attention_softmax_in_fp32",
-        "scale_attention_softmax_in_fp32",
-        "inference_runner",
-        "max_batch_size",
-        "max_sequence_length",
-        "pad_key_length",
-        "pre_allocate_kv_cache",
-        "validate_runner_input",
-    ),
+    # num_key_value_heads follows from multi_query, and nobody reads it
+    harmless=f"{HARMLESS} num_key_value_heads attention_softmax_in_fp32 inference_runner "
+    "scale_attention_softmax_in_fp32 max_batch_size max_sequence_length pad_key_length "
+    "pre_allocate_kv_cache validate_runner_input",
     extra_fields=BESIDE,
     ignored=IGNORED,
     prefix="transformer.",

@@ -9,12 +9,9 @@ from annotated_types import Len
 from dolmen.core.messages import plural
 from dolmen.families import common, gpt2, rope, windows
 from dolmen.families.family import (
-    ACTIVATION,
     BESIDE,
     Family,
     Field,
-    activation_name,
-    expect,
     flag,
 )
 from dolmen.families.gpt2 import LAYER, OURS
@@ -27,7 +24,6 @@ from dolmen.model.spec import (
     ModelSpec,
     ParallelResidual,
     PositionTable,
-    RopeSpec,
     SequentialResidual,
 )
 
@@ -50,15 +46,10 @@ def _spell(config: Mapping[str, Any], wanted: Any) -> dict[str, Any]:
 
 GPT_NEO_FIELDS = (
     common.vocab_size(50257),
-    Field(
-        "max_position_embeddings",
-        kinds.POSITIONS,
-        2048,
-        "Maximum sequence length in tokens: rows of the position embedding.",
-    ),
-    Field("hidden_size", kinds.WIDTH, 2048, "Width of the residual stream."),
-    Field("num_layers", kinds.LAYERS, 24, "Decoder blocks.", ("num_hidden_layers",)),
-    Field("num_heads", kinds.HEADS, 16, "Heads.", ("num_attention_heads",)),
+    common.standard("max_position_embeddings", 2048, help=common.TABLE_LENGTH),
+    common.standard("hidden_size", 2048),
+    common.standard("num_hidden_layers", 24, "num_layers", aliased=True),
+    common.standard("num_attention_heads", 16, "num_heads", aliased=True, help="Heads."),
     Field(TYPES, Annotated[list[tuple[KINDS, kinds.LAYERS]] | None, Len(1, kinds.MOST_LAYERS)]),
     Field(
         LAYERS,
@@ -74,19 +65,8 @@ GPT_NEO_FIELDS = (
         f"Window of {LOCAL} layers in tokens, including the query.",
         common=("sliding_window",),
     ),
-    Field(
-        "intermediate_size",
-        kinds.WIDTH | None,
-        None,
-        "Width of the feed-forward layer; None: 4 hidden_size.",
-    ),
-    Field(
-        "activation_function",
-        ACTIVATION,
-        "gelu_new",
-        "Activation of the feed-forward layer: gelu_new, gelu (the exact erf form), silu, relu.",
-        common=("hidden_act",),
-    ),
+    common.standard("intermediate_size", None, help=common.FOUR_TIMES),
+    common.standard("hidden_act", "gelu_new", "activation_function"),
     *common.last_fields(common.LAYER_NORM_EPS, tied=True),
 )
 
@@ -132,19 +112,15 @@ def write_gpt_neo(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a GPT-Neo config.json for a spec; layer types are stated in both
     forms.
     """
-    mlp, sizes = common.mlp(spec), windows.sizes(spec)
+    sizes = windows.sizes(spec)
     kinds = [GLOBAL if size is None else LOCAL for size in sizes]
     length, times = len(spec.runs[0].blocks), spec.runs[0].repeat
     # [["global", "local"], 12] for 24 layers
     types = [[kinds[:length], times]] if len(spec.runs) == 1 else [[kinds, 1]]
     return {
-        **common.write(spec, GPT_NEO_FIELDS),
-        "num_heads": common.attention(spec).heads,
         TYPES: types,
         LAYERS: kinds,
-        "window_size": next((size for size in sizes if size is not None), 256),
-        "intermediate_size": mlp.size,
-        "activation_function": activation_name(mlp.activation),
+        "window_size": windows.first_size(spec) or 256,
     }
 
 
@@ -166,12 +142,11 @@ GPT_NEO = Family(
     model_type="gpt_neo",
     title="GPT-Neo",
     architecture="GPTNeoForCausalLM",
-    scorer="GPTNeoForSequenceClassification",
     read=read_gpt_neo,
     write=write_gpt_neo,
     rules=gpt_neo_rules,
     fields=GPT_NEO_FIELDS,
-    harmless=(*gpt2.HARMLESS, *DROPOUT[:2], "classifier_dropout"),
+    harmless=f"{gpt2.HARMLESS} resid_dropout embed_dropout classifier_dropout",
     extra_fields={**BESIDE, **dict.fromkeys(DROPOUT, 0.0)},
     ignored=(r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)",),
     prefix="transformer.",
@@ -186,16 +161,11 @@ GPT_NEO = Family(
 EPS = common.eps("layer_norm_eps", 1e-5)
 GPT_NEOX_FIELDS = (
     common.vocab_size(50432),
-    Field("hidden_size", kinds.WIDTH, 6144, "Width of the residual stream."),
-    Field("num_hidden_layers", kinds.LAYERS, 44, "Decoder blocks."),
-    Field("num_attention_heads", kinds.HEADS, 64, "Heads."),
-    Field("intermediate_size", kinds.WIDTH, 24576, "Width of the feed-forward layer."),
-    Field(
-        "hidden_act",
-        ACTIVATION,
-        "gelu",
-        "Activation of the feed-forward layer: gelu (the exact erf form), gelu_fast, silu, relu.",
-    ),
+    common.standard("hidden_size", 6144),
+    common.standard("num_hidden_layers", 44),
+    common.standard("num_attention_heads", 64, help="Heads."),
+    common.standard("intermediate_size", 24576),
+    common.standard("hidden_act", "gelu"),
     Field(
         "use_parallel_residual",
         bool,
@@ -203,7 +173,7 @@ GPT_NEOX_FIELDS = (
         "Compute attention and feed-forward layer in parallel, not one after the other.",
     ),
     Field("attention_bias", bool, True, "Biases on q, k, v and the attention output projection."),
-    Field("max_position_embeddings", kinds.POSITIONS, 2048, "Longest sequence, tokens."),
+    common.standard("max_position_embeddings", 2048),
     *rope.fields(
         part=0.25, outer={"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
     ),
@@ -230,18 +200,8 @@ def read_gpt_neox(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_gpt_neox(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a GPT-NeoX config.json for a spec."""
-    mixer, mlp = common.attention(spec), common.mlp(spec)
-    turned = expect(mixer.positions, RopeSpec, "positions")
-    return {
-        **common.write(spec, GPT_NEOX_FIELDS),
-        "num_attention_heads": mixer.heads,
-        "intermediate_size": mlp.size,
-        "hidden_act": activation_name(mlp.activation),
-        "use_parallel_residual": spec.blocks[0].arrangement == ParallelResidual(2),
-        "attention_bias": mixer.q_bias,
-        "rope_parameters": rope.write(turned, mixer.head_size),
-    }
+    """Return the field of a GPT-NeoX config.json that `common.write` does not state."""
+    return {"use_parallel_residual": spec.blocks[0].arrangement == ParallelResidual(2)}
 
 
 def gpt_neox_rules(spec: ModelSpec) -> list[Rule]:
@@ -265,17 +225,11 @@ GPT_NEOX = Family(
     model_type="gpt_neox",
     title="GPT-NeoX, Pythia and what was trained like them",
     architecture="GPTNeoXForCausalLM",
-    scorer="GPTNeoXForSequenceClassification",
     read=read_gpt_neox,
     write=write_gpt_neox,
     rules=gpt_neox_rules,
     fields=GPT_NEOX_FIELDS,
-    harmless=(
-        "hidden_dropout",
-        "classifier_dropout",
-        "hidden_dropout_prob",
-        "attention_probs_dropout_prob",
-    ),
+    harmless="hidden_dropout classifier_dropout hidden_dropout_prob attention_probs_dropout_prob",
     extra_fields={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
     prefix="gpt_neox.",

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.core.config import AboveZero
-from dolmen.families import common, experts, llama, windows
+from dolmen.families import experts, llama, windows
 from dolmen.families.family import Family, Field, expect
 from dolmen.families.rules import BareParameter, Each, Rename, Rule, Split, Transpose
 from dolmen.model.spec import ClampedSwiGLU, ModelSpec, MoESpec, group_repeats
@@ -59,17 +59,13 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a GPT-OSS config.json for a spec. A window is stated even if no layer
-    has one, because transformers builds its masks from it.
+    """Return the fields of a GPT-OSS config.json that `common.write` does not state, and a window
+    even if no layer has one, because transformers builds its masks from it.
     """
-    sparse, of_layers = expect(spec.blocks[0].mlp, MoESpec, "mlp"), windows.write_types(spec)
+    sparse = expect(spec.blocks[0].mlp, MoESpec, "mlp")
     clamped = expect(sparse.activation, ClampedSwiGLU, "activation")
     return {
-        **llama.write_llama_like(spec, SHARED),
-        **experts.write(sparse),
-        **of_layers,
-        "sliding_window": of_layers["sliding_window"] or WINDOW,
-        "attention_bias": common.attention(spec).q_bias,
+        "sliding_window": windows.first_size(spec) or WINDOW,
         "swiglu_alpha": clamped.alpha,
         "swiglu_limit": clamped.limit,
     }
@@ -101,7 +97,6 @@ GPT_OSS = Family(
     model_type="gpt_oss",
     title="GPT-OSS 20B and 120B",
     architecture="GptOssForCausalLM",
-    scorer="GptOssForSequenceClassification",
     read=read,
     write=write,
     rules=rules,
@@ -144,7 +139,7 @@ GPT_OSS = Family(
         num_experts_per_tok=4,
     ),
     only={"mlp_bias": (False, None), "hidden_act": ("silu", None)},
-    harmless=("output_router_logits", "experts_per_token", "initial_context_length"),
+    harmless="output_router_logits experts_per_token initial_context_length",
     extra_fields={**llama.BESIDE, **PLAIN},
     ignored=llama.IGNORED,
 )

@@ -50,9 +50,8 @@ def read_gptj(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_gptj(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a GPT-J config.json for a spec."""
-    turned = expect(common.attention(spec).positions, RopeSpec, "positions")
-    return {**gpt2.write_gpt2_like(spec, FIELDS), "rotary_dim": turned.size}
+    """Return the field of a GPT-J config.json that `common.write` does not state."""
+    return {"rotary_dim": expect(common.attention(spec).positions, RopeSpec, "positions").size}
 
 
 MATRICES = (
@@ -72,7 +71,6 @@ GPTJ = Family(
     model_type="gptj",
     title="GPT-J",
     architecture="GPTJForCausalLM",
-    scorer="GPTJForSequenceClassification",
     read=read_gptj,
     write=write_gptj,
     rules=gptj_rules,
@@ -118,6 +116,7 @@ CODEGEN = Family(
     model_type="codegen",
     title="CodeGen",
     architecture="CodeGenForCausalLM",
+    scorer=None,
     read=read_codegen,
     write=write_gptj,
     rules=codegen_rules,

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.core.config import AboveZero
-from dolmen.families import common, llama, windows
-from dolmen.families.family import Family, Field, expect
+from dolmen.families import common, llama
+from dolmen.families.family import Field, expect
 from dolmen.model.spec import ModelSpec, SequentialResidual
 
 
@@ -39,7 +39,6 @@ def write(spec: ModelSpec) -> dict[str, Any]:
     mixer = common.attention(spec)
     arrangement = expect(spec.blocks[0].arrangement, SequentialResidual, "arrangement")
     return {
-        **llama.write_llama(spec),
         "embedding_multiplier": spec.embedding.scale,
         "attention_multiplier": mixer.head_size**-0.5 if mixer.scale is None else mixer.scale,
         "residual_multiplier": arrangement.branch_scale,
@@ -50,13 +49,14 @@ def write(spec: ModelSpec) -> dict[str, Any]:
 
 POSITIVE = AboveZero
 
-GRANITE = Family(
+GRANITE = replace(
+    llama.LLAMA,
     model_type="granite",
     title="Granite 3",
     architecture="GraniteForCausalLM",
+    scorer=None,
     read=read,
     write=write,
-    rules=llama.llama_like_rules,
     fields=(
         *llama.LLAMA.fields,
         Field("embedding_multiplier", POSITIVE, 1.0, "Factor of embeddings."),
@@ -66,7 +66,4 @@ GRANITE = Family(
         ),
         Field("logits_scaling", POSITIVE, 1.0, "Divisor of logits."),
     ),
-    only=windows.NONE,
-    extra_fields=llama.BESIDE,
-    ignored=llama.IGNORED,
 )

@@ -20,8 +20,8 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of an InternLM 2 config.json for a spec."""
-    return {**llama.write_llama_like(spec, FIELDS), "bias": common.attention(spec).q_bias}
+    """Return the field of an InternLM 2 config.json that `common.write` does not state."""
+    return {"bias": common.attention(spec).q_bias}
 
 
 def rules(spec: ModelSpec) -> list[Rule]:
@@ -58,7 +58,7 @@ INTERNLM2 = Family(
     fields=llama.change_fields(FIELDS, BIAS, vocab_size=103168),
     only={**windows.NONE, **llama.NO_BIAS},
     # attn_implementation says how its own code computes the same
-    harmless=("attn_implementation",),
+    harmless="attn_implementation",
     extra_fields=llama.BESIDE,
     ignored=(r"model\.layers\.\d+\.attention\.rotary_emb\.inv_freq",),
     remote_code=(

@@ -6,13 +6,10 @@ from typing import Any
 
 from dolmen.families import common, rope, windows
 from dolmen.families.family import (
-    ACTIVATION,
     BESIDE,
     Family,
     Field,
     activation,
-    activation_name,
-    expect,
     flag,
 )
 from dolmen.families.rules import Rename, Rule
@@ -24,7 +21,6 @@ from dolmen.model.spec import (
     ModelSpec,
     MoESpec,
     NormSpec,
-    RopeSpec,
 )
 from dolmen.model.spec.attention import NormOf
 
@@ -44,10 +40,10 @@ BESIDE = {**BESIDE, "attention_dropout": 0.0}
 
 BEFORE = (  # rope
     common.vocab_size(32000),
-    Field("hidden_size", kinds.WIDTH, 4096, "Width of the residual stream."),
-    Field("intermediate_size", kinds.WIDTH, 11008, "Width of the feed-forward layer."),
-    Field("num_hidden_layers", kinds.LAYERS, 32, "Decoder blocks."),
-    Field("num_attention_heads", kinds.HEADS, 32, "Query heads."),
+    common.standard("hidden_size", 4096),
+    common.standard("intermediate_size", 11008),
+    common.standard("num_hidden_layers", 32),
+    common.standard("num_attention_heads", 32),
     Field(
         "num_key_value_heads",
         kinds.HEADS | None,
@@ -60,14 +56,8 @@ BEFORE = (  # rope
         None,
         "Size of one head. None: hidden_size / num_attention_heads.",
     ),
-    Field(
-        "hidden_act",
-        ACTIVATION,
-        "silu",
-        "Activation of the feed-forward layer: silu, gelu (the exact erf form), "
-        "gelu_pytorch_tanh, relu.",
-    ),
-    Field("max_position_embeddings", kinds.POSITIONS, 2048, "Longest sequence, tokens."),
+    common.standard("hidden_act", "silu"),
+    common.standard("max_position_embeddings", 2048),
 )
 
 
@@ -169,32 +159,6 @@ def dense_mlp(config: dict[str, Any], bias: bool = False) -> MLPSpec:
     return MLPSpec(config["intermediate_size"], True, activation(config, "hidden_act"), bias)
 
 
-def write_llama_like(spec: ModelSpec, fields: Sequence[Field] = FIELDS) -> dict[str, Any]:
-    """Return those of `fields` that a spec of any Llama-like family determines: from its first
-    layer, and rope from the first layer that has positions. Raises ValueError if no layer has rope,
-    or the mixer is not plain attention.
-    """
-    attention, mlp = common.attention(spec), spec.blocks[0].mlp
-    names = {field.name for field in fields}
-    known = (block.mixer.positions for block in spec.blocks)
-    # Cohere2: the first layers with positions are those with a window
-    turned = expect(next((p for p in known if p is not None), None), RopeSpec, "positions")
-    stated = {
-        "intermediate_size": mlp.size,
-        "num_attention_heads": attention.heads,
-        "num_key_value_heads": attention.kv_heads,
-        "head_dim": attention.head_size,
-        # GPT-OSS has no such field
-        "hidden_act": activation_name(mlp.activation) if "hidden_act" in names else None,
-        # always in transformers 5's spelling; `spell_field` keeps a file's own when fields are
-        # edited
-        "rope_parameters": rope.write(
-            turned, attention.head_size if rope.PART.name in names else None
-        ),
-    }
-    return common.write(spec, fields) | {n: value for n, value in stated.items() if n in names}
-
-
 def llama_like_rules(
     spec: ModelSpec, norms: Mapping[str, str] = NORMS, instead: Sequence[Rule] = ()
 ) -> list[Rule]:
@@ -238,22 +202,11 @@ def read_llama(config: dict[str, Any]) -> ModelSpec:
     return read_llama_like(config, qkv_bias=bias, o_bias=bias, mlp_bias=bool(config["mlp_bias"]))
 
 
-def write_llama(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Llama config.json for a spec."""
-    return {
-        **write_llama_like(spec),
-        "attention_bias": common.attention(spec).q_bias,
-        "mlp_bias": common.mlp(spec).bias,
-    }
-
-
 LLAMA = Family(
     model_type="llama",
     title="Llama 1 to 3.3, Code Llama",
     architecture="LlamaForCausalLM",
-    scorer="LlamaForSequenceClassification",
     read=read_llama,
-    write=write_llama,
     rules=llama_like_rules,
     fields=(
         *FIELDS,

@@ -1,11 +1,11 @@
 """Mistral and Mixtral: Llama with a sliding window, Mixtral with experts."""
 
+from dataclasses import replace
 from typing import Any
 
 from dolmen.families import experts, llama, windows
-from dolmen.families.family import Family, expect
 from dolmen.families.rules import Rule
-from dolmen.model.spec import ModelSpec, MoESpec
+from dolmen.model.spec import ModelSpec
 
 # Mistral 7B, Nemo, Small (Jiang et al., 2310.06825): Llama without biases, with one sliding window
 # for all layers.
@@ -16,19 +16,12 @@ def read_mistral(config: dict[str, Any]) -> ModelSpec:
     return llama.read_llama_like(config, windows=windows.uniform_windows(config))
 
 
-def write_mistral(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Mistral config.json for a spec."""
-    return {**llama.write_llama_like(spec), **windows.write(spec)}
-
-
-MISTRAL = Family(
+MISTRAL = replace(
+    llama.LLAMA,
     model_type="mistral",
     title="Mistral 7B, Nemo, Small",
     architecture="MistralForCausalLM",
-    scorer="MistralForSequenceClassification",
     read=read_mistral,
-    write=write_mistral,
-    rules=llama.llama_like_rules,
     fields=llama.change_fields(
         (*llama.FIELDS, windows.SIZE),
         intermediate_size=14336,
@@ -37,8 +30,6 @@ MISTRAL = Family(
         sliding_window=4096,
     ),
     only={**llama.NO_BIAS, **windows.NO_TYPES},
-    extra_fields=llama.BESIDE,
-    ignored=llama.IGNORED,
 )
 
 
@@ -56,14 +47,6 @@ def read_mixtral(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def write_mixtral(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Mixtral config.json for a spec. Raises ValueError if the first layer
-    is not MoE.
-    """
-    layer = expect(spec.blocks[0].mlp, MoESpec, "mlp")
-    return {**llama.write_llama_like(spec), **experts.write(layer), **windows.write(spec)}
-
-
 def mixtral_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of Mixtral: w1 is the gate, w3 up and w2 down of each expert."""
     names = {"w1": "gate", "w3": "up", "w2": "down"}
@@ -71,13 +54,12 @@ def mixtral_rules(spec: ModelSpec) -> list[Rule]:
     return [*llama.llama_like_rules(spec), *experts.rules(spec, module, names)]
 
 
-MIXTRAL = Family(
+MIXTRAL = replace(
+    llama.LLAMA,
     model_type="mixtral",
     title="Mixtral 8x7B and 8x22B",
     architecture="MixtralForCausalLM",
-    scorer="MixtralForSequenceClassification",
     read=read_mixtral,
-    write=write_mixtral,
     rules=mixtral_rules,
     fields=llama.change_fields(
         (*llama.FIELDS, windows.SIZE, *experts.FIELDS),
@@ -88,7 +70,5 @@ MIXTRAL = Family(
         rope_theta=1000000.0,
     ),
     only={**llama.NO_BIAS, **windows.NO_TYPES, "router_jitter_noise": (0.0, None)},
-    harmless=("output_router_logits",),
-    extra_fields=llama.BESIDE,
-    ignored=llama.IGNORED,
+    harmless="output_router_logits",
 )

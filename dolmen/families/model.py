@@ -18,7 +18,7 @@ from typing import Any
 
 from dolmen.core.config import CustomValue
 from dolmen.core.messages import brief
-from dolmen.families import known
+from dolmen.families import common, known
 from dolmen.families.differences import differences
 from dolmen.families.family import (
     ONLY,
@@ -52,10 +52,10 @@ def has_scalar_head(config: Mapping[str, Any], family: Family) -> bool:
     if not (isinstance(named, list) and any(str(name).endswith(ENDING) for name in named)):
         return False
     check_scorer(family)
-    if named != [family.scorer]:
+    if named != [family.scorer_class]:
         raise ValueError(
             f"architectures is {brief(named)}: the only {family.name} with a scalar head is "
-            f"{family.scorer}"
+            f"{family.scorer_class}"
         )
     # transformers derives the number of labels from id2label, and only then from num_labels
     labels = config.get("id2label")
@@ -72,7 +72,7 @@ def check_scorer(family: Family) -> None:
     """Raise ValueError if transformers has no ...ForSequenceClassification class with a bias-free
     scalar head for the family.
     """
-    if family.scorer is None:
+    if family.scorer_class is None:
         raise ValueError(
             f"transformers has no {family.name} with a scalar head without bias: choose a model "
             "of another family, such as llama, qwen2 or gpt2"
@@ -86,7 +86,7 @@ def scorer_config(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     check_scorer(family)
     return {
         **{name: value for name, value in config.items() if name != "num_labels"},
-        "architectures": [family.scorer],
+        "architectures": [family.scorer_class],
         **LABELS,
     }
 
@@ -214,7 +214,8 @@ def explicit_fields(model: Model) -> dict[str, Any]:
     """Return every field that the family reads with an explicit value: none absent and none derived
     from others, under its own name and in transformers 5's spelling.
     """
-    stated, written = fill_defaults(model.family, model.config), model.family.write(model.spec)
+    stated = fill_defaults(model.family, model.config)
+    written = common.write(model.family, model.spec)
     for field in model.family.fields:
         if field.ours and field.nested:  # states more than the spec keeps
             written[field.name] = {
@@ -234,7 +235,11 @@ def model_from_spec(
     family = known.find_family(model_type)
     try:
         # marker fields tell apart families that share a model_type
-        own = {"model_type": family.model_type, **family.marker_fields, **family.write(spec)}
+        own = {
+            "model_type": family.model_type,
+            **family.marker_fields,
+            **common.write(family, spec),
+        }
         if isinstance(spec.head, ScalarHeadSpec):
             own = scorer_config(own, family)
         model = add_standard_fields(
@@ -397,11 +402,11 @@ def compare_fields(one: Model, other: Model) -> list[tuple[str, Any, Any]]:
     the structural fields that both families have, under the names of the first model.
     """
     # compared by what both specs say, not by spelling
-    names, theirs = other.family.names, other.family.write(other.spec)
+    names, theirs = other.family.names, common.write(other.family, other.spec)
     pairs = [("model_type", one.model_type, other.model_type)]
     pairs += [
         (name, value, theirs[names[name]])
-        for name, value in one.family.write(one.spec).items()
+        for name, value in common.write(one.family, one.spec).items()
         if names.get(name) in theirs
     ]
     return [pair for pair in pairs if pair[1] != pair[2]]

@@ -15,7 +15,6 @@ from dolmen.core.messages import brief
 from dolmen.families import common
 from dolmen.families.family import BESIDE, Family, Field, mapping
 from dolmen.families.rules import Rename, Rule, Split
-from dolmen.files import kinds
 from dolmen.model.spec import AlibiSpec, AttentionSpec, BlockSpec, MLPSpec, ModelSpec
 
 
@@ -57,16 +56,10 @@ FIELDS = (
         4,
         "Width of the feed-forward layer relative to d_model; transformers supports only 4.",
     ),
-    Field("d_model", kinds.WIDTH, 2048, "Width of the residual stream.", ("hidden_size",)),
-    Field("n_layers", kinds.LAYERS, 24, "Decoder blocks.", ("num_hidden_layers",)),
-    Field("n_heads", kinds.HEADS, 16, "Heads.", ("num_attention_heads",)),
-    Field(
-        "max_seq_len",
-        kinds.POSITIONS,
-        2048,
-        "Maximum sequence length in tokens (ALiBi itself has no limit).",
-        common=("max_position_embeddings",),
-    ),
+    common.standard("hidden_size", 2048, "d_model", aliased=True),
+    common.standard("num_hidden_layers", 24, "n_layers", aliased=True),
+    common.standard("num_attention_heads", 16, "n_heads", aliased=True, help="Heads."),
+    common.standard("max_position_embeddings", 2048, "max_seq_len", help=common.ALIBI_LENGTH),
     mapping(
         "attn_config",
         *ATTENTION,
@@ -109,8 +102,6 @@ def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of an MPT config.json for a spec."""
     mixer = common.attention(spec)
     return {
-        **common.write(spec, FIELDS),
-        "n_heads": mixer.heads,
         "expansion_ratio": _ratio(common.mlp(spec).size, spec.hidden_size),
         "attn_config": {"clip_qkv": mixer.clip, "softmax_scale": mixer.scale},
     }
@@ -145,7 +136,6 @@ MPT = Family(
     model_type="mpt",
     title="MPT",
     architecture="MptForCausalLM",
-    scorer="MptForSequenceClassification",
     read=read,
     write=write,
     rules=rules,
@@ -156,14 +146,7 @@ MPT = Family(
         "embedding_fraction": (1.0,),
         "norm_type": ("low_precision_layernorm", "layernorm"),
     },
-    harmless=(
-        *DROPOUT,
-        "init_config",
-        "init_device",
-        "learned_pos_emb",
-        "tokenizer_name",
-        "verbose",
-    ),
+    harmless="resid_pdrop emb_pdrop init_config init_device learned_pos_emb tokenizer_name verbose",
     extra_fields={**BESIDE, **dict.fromkeys(DROPOUT, 0.0)},
     remote_code=("configuration_mpt", "modeling_mpt"),
     prefix="transformer.",

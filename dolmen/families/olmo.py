@@ -5,10 +5,10 @@ from typing import Any
 
 from dolmen.core.config import AboveZero
 from dolmen.families import common, experts, llama, windows
-from dolmen.families.family import Family, Field, expect
+from dolmen.families.family import Field
 from dolmen.families.rules import Rule
 from dolmen.files import kinds
-from dolmen.model.spec import ModelSpec, MoESpec, NormSpec, SequentialResidual
+from dolmen.model.spec import ModelSpec, NormSpec, SequentialResidual
 
 # OLMo (2402.00838): Llama with LayerNorms without parameters, whose epsilon (1e-5) no field states;
 # q, k and v may be clipped.
@@ -38,26 +38,14 @@ def clip_qkv(config: dict[str, Any], spec: ModelSpec) -> ModelSpec:
     return common.map_blocks(spec, lambda b: replace(b, mixer=replace(b.mixer, clip=clip)))
 
 
-def write_olmo(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of an OLMo config.json for a spec."""
-    mixer = common.attention(spec)
-    return {
-        **llama.write_llama_like(spec, FIELDS),
-        "attention_bias": mixer.q_bias,
-        CLIP.name: mixer.clip,
-    }
-
-
 FIELDS = llama.fields_with(None)
 
-OLMO = Family(
+OLMO = replace(
+    llama.LLAMA,
     model_type="olmo",
     title="OLMo",
     architecture="OlmoForCausalLM",
-    scorer="OlmoForSequenceClassification",
     read=read_olmo,
-    write=write_olmo,
-    rules=llama.llama_like_rules,
     fields=llama.change_fields(
         FIELDS,
         llama.ATTENTION_BIAS,
@@ -65,8 +53,6 @@ OLMO = Family(
         vocab_size=50304,
     ),
     only={**windows.NONE, "mlp_bias": (False, None)},
-    extra_fields=llama.BESIDE,
-    ignored=llama.IGNORED,
 )
 
 
@@ -92,30 +78,22 @@ def read_olmo2(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def write_olmo2(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of an OLMo 2 config.json for a spec."""
-    return {**llama.write_llama_like(spec), "attention_bias": common.attention(spec).q_bias}
-
-
 def olmo2_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of OLMo 2: Llama's with its two norms after the branches."""
     return llama.llama_like_rules(spec, NORMS)
 
 
-OLMO2 = Family(
+OLMO2 = replace(
+    llama.LLAMA,
     model_type="olmo2",
     title="OLMo 2",
     architecture="Olmo2ForCausalLM",
-    scorer="Olmo2ForSequenceClassification",
     read=read_olmo2,
-    write=write_olmo2,
     rules=olmo2_rules,
     fields=llama.change_fields(
         llama.FIELDS, llama.ATTENTION_BIAS, vocab_size=50304, rms_norm_eps=1e-5
     ),
     only={**windows.NONE, "mlp_bias": (False, None), "clip_qkv": (None,)},
-    extra_fields=llama.BESIDE,
-    ignored=llama.IGNORED,
 )
 
 
@@ -143,32 +121,19 @@ def read_olmoe(config: dict[str, Any]) -> ModelSpec:
     return clip_qkv(config, spec)
 
 
-def write_olmoe(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of an OLMoE config.json for a spec. Raises ValueError if the first layer is
-    not MoE.
-    """
-    layer, mixer = expect(spec.blocks[0].mlp, MoESpec, "mlp"), common.attention(spec)
-    return {
-        **llama.write_llama_like(spec),
-        **experts.write(layer, NUMBER),
-        "norm_topk_prob": layer.router.normalise,
-        "attention_bias": mixer.q_bias,
-        CLIP.name: mixer.clip,
-    }
-
-
 def olmoe_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of OLMoE: Llama's, and those of router and experts."""
     module = f"{llama.LAYER}mlp"
     return [*llama.llama_like_rules(spec), *experts.rules(spec, module, llama.MLP_NAMES)]
 
 
-OLMOE = Family(
+OLMOE = replace(
+    llama.LLAMA,
     model_type="olmoe",
     title="OLMoE",
     architecture="OlmoeForCausalLM",
+    scorer=None,
     read=read_olmoe,
-    write=write_olmoe,
     rules=olmoe_rules,
     fields=llama.change_fields(
         (
@@ -190,7 +155,5 @@ OLMOE = Family(
         router_aux_loss_coef=0.01,
     ),
     only={**windows.NONE, "mlp_bias": (False, None)},
-    harmless=("output_router_logits",),
-    extra_fields=llama.BESIDE,
-    ignored=llama.IGNORED,
+    harmless="output_router_logits",
 )

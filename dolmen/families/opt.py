@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.families import common
-from dolmen.families.family import ACTIVATION, BESIDE, Family, Field, activation_name
+from dolmen.families.family import BESIDE, Family, Field
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
 from dolmen.model.spec import (
@@ -24,7 +24,7 @@ from dolmen.model.spec import (
 OFFSET = 2  # rows of the table before that of position 0
 FIELDS = (
     common.vocab_size(50272),
-    Field("hidden_size", kinds.WIDTH, 768, "Width of the residual stream."),
+    common.standard("hidden_size", 768),
     Field(
         "word_embed_proj_dim",
         kinds.WIDTH | None,
@@ -32,22 +32,10 @@ FIELDS = (
         "Width of embedding and head; if it differs from hidden_size, linear layers project in "
         "and out. None: hidden_size.",
     ),
-    Field("num_hidden_layers", kinds.LAYERS, 12, "Decoder blocks."),
-    Field("num_attention_heads", kinds.HEADS, 12, "Heads."),
-    Field(
-        "ffn_dim",
-        kinds.WIDTH,
-        3072,
-        "Width of the feed-forward layer.",
-        common=("intermediate_size",),
-    ),
-    Field(
-        "activation_function",
-        ACTIVATION,
-        "relu",
-        "Activation of the feed-forward layer: relu, gelu (the exact erf form), gelu_new, silu.",
-        common=("hidden_act",),
-    ),
+    common.standard("num_hidden_layers", 12),
+    common.standard("num_attention_heads", 12, help="Heads."),
+    common.standard("intermediate_size", 3072, "ffn_dim"),
+    common.standard("hidden_act", "relu", "activation_function"),
     Field(
         "do_layer_norm_before",
         bool,
@@ -57,11 +45,10 @@ FIELDS = (
     Field("_remove_final_layer_norm", bool, False, "No norm before the head."),
     Field("enable_bias", bool, True, "Biases on all linears but the head."),
     Field("layer_norm_elementwise_affine", bool, True, "Norms have weights and biases."),
-    Field(
+    common.standard(
         "max_position_embeddings",
-        kinds.POSITIONS,
         2048,
-        "Maximum sequence length in tokens: rows of the position embedding, minus 2.",
+        help="Maximum sequence length in tokens: rows of the position embedding, minus 2.",
     ),
     replace(common.INITIALIZER_RANGE, name="init_std", common=("initializer_range",)),
     common.TIED[True],
@@ -98,11 +85,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of an OPT config.json for a spec."""
     mlp, before = common.mlp(spec), spec.blocks[0].arrangement == SequentialResidual()
     return {
-        **common.write(spec, FIELDS),
         "word_embed_proj_dim": spec.width,
-        "num_attention_heads": common.attention(spec).heads,
-        "ffn_dim": mlp.size,
-        "activation_function": activation_name(mlp.activation),
         "do_layer_norm_before": before,
         "_remove_final_layer_norm": before and spec.final_norm is None,
         "enable_bias": mlp.bias,
@@ -133,7 +116,6 @@ OPT = Family(
     model_type="opt",
     title="OPT and Galactica",
     architecture="OPTForCausalLM",
-    scorer="OPTForSequenceClassification",
     read=read,
     write=write,
     rules=rules,
@@ -142,7 +124,7 @@ OPT = Family(
         "learned_embeddings": (True,),
         "scale_embeddings": (False,),
     },
-    harmless=("dropout", "activation_dropout", "layerdrop"),
+    harmless="dropout activation_dropout layerdrop",
     extra_fields={**BESIDE, "dropout": 0.0, "attention_dropout": 0.0},
     ignored=(r"model\.decoder\.version",),
     prefix="model.",

@@ -43,14 +43,8 @@ def read_phi(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_phi(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Phi config.json for a spec; the tanh form of GELU is spelled
-    gelu_new.
-    """
-    fields = llama.write_llama_like(spec, PHI_FIELDS)
-    if fields["hidden_act"] == "gelu_pytorch_tanh":
-        # the same function; Phi's files have this name
-        fields["hidden_act"] = "gelu_new"
-    return {**fields, "qk_layernorm": common.attention(spec).qk_norm is not None}
+    """Return the field of a Phi config.json that `common.write` does not state."""
+    return {"qk_layernorm": common.attention(spec).qk_norm is not None}
 
 
 def phi_rules(spec: ModelSpec) -> list[Rule]:
@@ -71,7 +65,6 @@ PHI = Family(
     model_type="phi",
     title="Phi-1, 1.5 and 2",
     architecture="PhiForCausalLM",
-    scorer="PhiForSequenceClassification",
     read=read_phi,
     write=write_phi,
     rules=phi_rules,
@@ -85,7 +78,7 @@ PHI = Family(
         hidden_act="gelu_new",
     ),
     only={**windows.NONE, **llama.NO_BIAS},
-    harmless=("resid_pdrop", "embd_pdrop"),
+    harmless="resid_pdrop embd_pdrop",
     extra_fields={**llama.BESIDE, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     ignored=llama.IGNORED,
 )
@@ -111,11 +104,6 @@ def read_phi3(config: dict[str, Any]) -> ModelSpec:
     return spec
 
 
-def write_phi3(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Phi-3 config.json for a spec."""
-    return {**llama.write_llama_like(spec, PHI3_FIELDS), **windows.write(spec)}
-
-
 def phi3_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of Phi-3: q, k, v fused one after the other, gate and up fused."""
     mixer, layer = common.attention(spec), llama.LAYER
@@ -133,9 +121,7 @@ PHI3 = Family(
     model_type="phi3",
     title="Phi-3, Phi-3.5 and Phi-4",
     architecture="Phi3ForCausalLM",
-    scorer="Phi3ForSequenceClassification",
     read=read_phi3,
-    write=write_phi3,
     rules=phi3_rules,
     fields=llama.change_fields(
         PHI3_FIELDS,
@@ -154,7 +140,7 @@ PHI3 = Family(
         "full_attn_mod": (1, None),
         "interpolate_factor": (1, None),
     },
-    harmless=("embd_pdrop", "resid_pdrop"),
+    harmless="embd_pdrop resid_pdrop",
     extra_fields={**llama.BESIDE, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
     ignored=llama.IGNORED,
     remote_code=("configuration_phi3", "modeling_phi3"),

@@ -117,10 +117,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
     none = QwenScaling(spec.max_position_embeddings, ntk=False, log_n=False)
     longer = none if turned.scaling is None else expect(turned.scaling, QwenScaling, "rope scaling")
     return {
-        **common.write(spec, FIELDS),
         "intermediate_size": 2 * mlp.size,
-        "num_attention_heads": mixer.heads,
-        "kv_channels": mixer.head_size,
         "no_bias": not mlp.bias,
         "seq_length": longer.original_max_position_embeddings,
         "use_dynamic_ntk": longer.ntk,
@@ -168,11 +165,10 @@ QWEN = Family(
         "audio": (None,),
     },
     # bf16, fp16 and fp32 all false is what its code takes for automatic
-    harmless=tuple(
-        """
-        bf16 fp16 fp32 onnx_safe params_dtype softmax_in_fp32 use_flash_attn use_cache_kernel
-        tokenizer_type padded_vocab_size bias_dropout_fusion attn_dropout_prob emb_dropout_prob
-        attn_pdrop embd_pdrop resid_pdrop""".split()
+    harmless=(
+        "bf16 fp16 fp32 onnx_safe params_dtype softmax_in_fp32 use_flash_attn "
+        "use_cache_kernel tokenizer_type padded_vocab_size bias_dropout_fusion "
+        "attn_dropout_prob emb_dropout_prob attn_pdrop embd_pdrop resid_pdrop"
     ),
     extra_fields={**BESIDE, "attn_dropout_prob": 0.0, "emb_dropout_prob": 0.0},
     ignored=(

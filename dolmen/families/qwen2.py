@@ -4,10 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.families import common, experts, llama, windows
-from dolmen.families.family import Family, Field, expect
+from dolmen.families.family import Field, expect
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
-from dolmen.model.spec import MLPSpec, ModelSpec, MoESpec
+from dolmen.model.spec import MLPSpec, ModelSpec
 
 # Qwen2 and Qwen2.5 (2407.10671): Llama with biases on q, k, v and a sliding window in some layers.
 # Layers with a window are stated by `layer_types` or, in older files, are those from
@@ -48,7 +48,6 @@ def new_windows(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields that state each layer's window."""
     slides = [size is not None for size in windows.sizes(spec)]
     return {
-        **windows.write_types(spec),
         "use_sliding_window": any(slides),
         # first layer with a window
         "max_window_layers": slides.index(True) if any(slides) else len(slides),
@@ -60,23 +59,15 @@ def read_qwen2(config: dict[str, Any]) -> ModelSpec:
     return llama.read_llama_like(config, windows=qwen2_windows(config), qkv_bias=True)
 
 
-def write_qwen2(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Qwen2 config.json for a spec."""
-    return {**llama.write_llama_like(spec), **new_windows(spec)}
-
-
-QWEN2 = Family(
+QWEN2 = replace(
+    llama.LLAMA,
     model_type="qwen2",
     title="Qwen2 and Qwen2.5",
     architecture="Qwen2ForCausalLM",
-    scorer="Qwen2ForSequenceClassification",
     read=read_qwen2,
-    write=write_qwen2,
-    rules=llama.llama_like_rules,
+    write=new_windows,
     fields=FIELDS,
-    extra_fields=llama.BESIDE,
     only={"attention_bias": (True, None), "mlp_bias": (False, None), "use_mrope": (False, None)},
-    ignored=llama.IGNORED,
 )
 
 
@@ -118,28 +109,12 @@ def read_qwen2_moe(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_qwen2_moe(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Qwen2-MoE config.json for a spec, sizes from its first dense layer (if
-    any) and its first MoE layer.
+    """Return the fields of a Qwen2-MoE config.json that `common.write` does not state. Raises
+    ValueError if an MoE layer has no shared expert.
     """
-    dense, sparse = common.dense_layers(spec), common.sparse_layers(spec)
-    return {
-        **llama.write_llama_like(spec),
-        **new_windows(spec),
-        **(_write_qwen2_moe_experts(sparse[0]) if sparse else {}),
-        "intermediate_size": (dense or sparse)[0].size,
-        **experts.write_which(spec),
-        "qkv_bias": common.attention(spec).q_bias,
-    }
-
-
-def _write_qwen2_moe_experts(layer: MoESpec) -> dict[str, Any]:
-    """Return the fields of an MoE layer. Raises ValueError if it has no shared expert."""
-    return {
-        **experts.write(layer, NUMBER),
-        "moe_intermediate_size": layer.size,
-        "shared_expert_intermediate_size": expect(layer.shared, MLPSpec, "shared").size,
-        "norm_topk_prob": layer.router.normalise,
-    }
+    shared = [expect(layer.shared, MLPSpec, "shared") for layer in common.sparse_layers(spec)]
+    sizes = {"shared_expert_intermediate_size": shared[0].size} if shared else {}
+    return {**new_windows(spec), **sizes, "qkv_bias": common.attention(spec).q_bias}
 
 
 def qwen2_moe_rules(spec: ModelSpec) -> list[Rule]:
@@ -157,11 +132,11 @@ def qwen2_moe_rules(spec: ModelSpec) -> list[Rule]:
     ]
 
 
-QWEN2_MOE = Family(
+QWEN2_MOE = replace(
+    llama.LLAMA,
     model_type="qwen2_moe",
     title="Qwen2-MoE and Qwen1.5-MoE",
     architecture="Qwen2MoeForCausalLM",
-    scorer="Qwen2MoeForSequenceClassification",
     read=read_qwen2_moe,
     write=write_qwen2_moe,
     rules=qwen2_moe_rules,
@@ -189,9 +164,7 @@ QWEN2_MOE = Family(
         num_key_value_heads=16,
         num_experts_per_tok=4,
     ),
-    harmless=("output_router_logits",),
-    extra_fields=llama.BESIDE,
-    ignored=llama.IGNORED,
+    harmless="output_router_logits",
 )
 
 
@@ -207,27 +180,15 @@ def read_qwen3(config: dict[str, Any]) -> ModelSpec:
     return llama.read_llama_like(config, windows=sizes, qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
-def write_qwen3(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Qwen3 config.json for a spec."""
-    return {
-        **llama.write_llama_like(spec),
-        **new_windows(spec),
-        "attention_bias": common.attention(spec).q_bias,
-    }
-
-
-QWEN3 = Family(
+QWEN3 = replace(
+    llama.LLAMA,
     model_type="qwen3",
     title="Qwen3, dense",
     architecture="Qwen3ForCausalLM",
-    scorer="Qwen3ForSequenceClassification",
     read=read_qwen3,
-    write=write_qwen3,
-    rules=llama.llama_like_rules,
+    write=new_windows,
     fields=llama.change_fields(FIELDS, llama.ATTENTION_BIAS, head_dim=128),
     only={"mlp_bias": (False, None)},
-    extra_fields=llama.BESIDE,
-    ignored=llama.IGNORED,
 )
 
 
@@ -253,45 +214,19 @@ def read_qwen3_moe(config: dict[str, Any]) -> ModelSpec:
     )
 
 
-def write_qwen3_moe(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Qwen3-MoE config.json for a spec, sizes from its first dense layer (if
-    any) and its first MoE layer.
-    """
-    window, mixer = windows.write(spec), common.attention(spec)
-    dense, sparse = common.dense_layers(spec), common.sparse_layers(spec)
-    return {
-        **llama.write_llama_like(spec),
-        **window,
-        **(_write_qwen3_moe_experts(sparse[0]) if sparse else {}),
-        "intermediate_size": (dense or sparse)[0].size,
-        **experts.write_which(spec),
-        "attention_bias": mixer.q_bias,
-        "use_sliding_window": window[windows.SIZE.name] is not None,
-    }
-
-
-def _write_qwen3_moe_experts(layer: MoESpec) -> dict[str, Any]:
-    """Return the fields of an MoE layer."""
-    return {
-        **experts.write(layer),
-        "moe_intermediate_size": layer.size,
-        "norm_topk_prob": layer.router.normalise,
-    }
-
-
 def qwen3_moe_rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of Qwen3-MoE: Qwen3's, and those of router and experts."""
     module = f"{llama.LAYER}mlp"
     return [*llama.llama_like_rules(spec), *experts.rules(spec, module, llama.MLP_NAMES)]
 
 
-QWEN3_MOE = Family(
+QWEN3_MOE = replace(
+    llama.LLAMA,
     model_type="qwen3_moe",
     title="Qwen3 with experts",
     architecture="Qwen3MoeForCausalLM",
-    scorer="Qwen3MoeForSequenceClassification",
     read=read_qwen3_moe,
-    write=write_qwen3_moe,
+    write=lambda spec: {"use_sliding_window": windows.first_size(spec) is not None},
     rules=qwen3_moe_rules,
     only={"mlp_bias": (False, None), **windows.NO_TYPES},
     fields=llama.change_fields(
@@ -311,7 +246,5 @@ QWEN3_MOE = Family(
         num_local_experts=128,
         num_experts_per_tok=8,
     ),
-    harmless=("output_router_logits", "max_window_layers"),
-    extra_fields=llama.BESIDE,
-    ignored=llama.IGNORED,
+    harmless="output_router_logits max_window_layers",
 )

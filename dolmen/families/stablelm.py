@@ -34,7 +34,6 @@ def write(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a StableLM config.json for a spec."""
     mixer = common.attention(spec)
     return {
-        **llama.write_llama_like(spec, FIELDS),
         "use_qkv_bias": mixer.q_bias,
         "qk_layernorm": mixer.qk_norm is not None,
         "use_parallel_residual": spec.blocks[0].arrangement == ParallelResidual(1),
@@ -61,7 +60,6 @@ STABLELM = Family(
     model_type="stablelm",
     title="StableLM",
     architecture="StableLmForCausalLM",
-    scorer="StableLmForSequenceClassification",
     read=read,
     write=write,
     rules=rules,
@@ -87,7 +85,7 @@ STABLELM = Family(
         max_position_embeddings=4096,
     ),
     only={**windows.NONE, **llama.NO_BIAS},
-    harmless=("head_dim", "hidden_dropout"),
+    harmless="head_dim hidden_dropout",
     extra_fields={**llama.BESIDE, "hidden_dropout": 0.0},
     ignored=llama.IGNORED,
 )

@@ -30,12 +30,8 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a StarCoder2 config.json for a spec."""
-    return {
-        **llama.write_llama_like(spec, FIELDS),
-        **windows.write(spec),
-        "use_bias": common.attention(spec).q_bias,
-    }
+    """Return the field of a StarCoder2 config.json that `common.write` does not state."""
+    return {"use_bias": common.attention(spec).q_bias}
 
 
 def rules(spec: ModelSpec) -> list[Rule]:
@@ -50,7 +46,6 @@ STARCODER2 = Family(
     model_type="starcoder2",
     title="StarCoder2",
     architecture="Starcoder2ForCausalLM",
-    scorer="Starcoder2ForSequenceClassification",
     read=read,
     write=write,
     rules=rules,
@@ -76,10 +71,8 @@ STARCODER2 = Family(
         "scale_attn_weights": (True,),
     },
     harmless=(
-        *DROPOUT,
-        "layer_norm_epsilon",  # of the code of its makers; norm_epsilon is read
-        "attention_softmax_in_fp32",
-        "scale_attention_softmax_in_fp32",
+        "residual_dropout embedding_dropout layer_norm_epsilon attention_softmax_in_fp32 "
+        "scale_attention_softmax_in_fp32"
     ),
     extra_fields={**llama.BESIDE, **dict.fromkeys(DROPOUT, 0.0)},
     ignored=llama.IGNORED,

@@ -32,7 +32,7 @@ def unknown_fields(model: Model) -> list[str]:
         *HARMLESS,
         *ONLY,
         *family.only,
-        *family.harmless,
+        *family.harmless.split(),
         *family.extra_fields,
         *family.aliases,
     }

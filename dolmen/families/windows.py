@@ -91,11 +91,11 @@ def sizes(spec: ModelSpec) -> list[int | None]:
     return [expect(block.mixer, AttentionSpec, "mixer").window for block in spec.blocks]
 
 
-def write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the field sliding_window: the size of the first layer that has a window, or None."""
-    return {SIZE.name: next((size for size in sizes(spec) if size is not None), None)}
+def first_size(spec: ModelSpec) -> int | None:
+    """Return the size of the first layer that has a window (the field sliding_window), or None."""
+    return next((size for size in sizes(spec) if size is not None), None)
 
 
-def write_types(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields sliding_window and layer_types of a spec."""
-    return {**write(spec), "layer_types": [FULL if s is None else SLIDING for s in sizes(spec)]}
+def layer_types(spec: ModelSpec) -> list[str]:
+    """Return the type of each layer, as the field layer_types has it."""
+    return [FULL if size is None else SLIDING for size in sizes(spec)]

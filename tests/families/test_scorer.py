@@ -66,9 +66,9 @@ def test_there_and_back(kind, tmp_path):
 
 def test_each_class_is_the_one_of_transformers():
     for family in families().values():
-        if family.scorer is not None:
+        if family.scorer_class is not None:
             known = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[family.model_type]
-            assert family.scorer == known
+            assert family.scorer_class == known
 
 
 def test_one_number_and_logits_again():

@@ -15,7 +15,7 @@ from dolmen.core.config import changed_options
 from dolmen.core.filesystem import expand
 from dolmen.core.mesh import SINGLE
 from dolmen.data.sources import DataSource
-from dolmen.families import Model, training_fields
+from dolmen.families import Model, common, training_fields
 from dolmen.model.spec import LoraSpec, ScalarHeadSpec
 from dolmen.model.training import Training
 from dolmen.optim.config import OptimizerConfig
@@ -135,7 +135,7 @@ def _structure(model: Model, training: Training) -> dict:
     """
     # fields such as dropout do not change the parameters
     free = training_fields(model)
-    fields = {n: v for n, v in model.family.write(model.spec).items() if n not in free}
+    fields = {n: v for n, v in common.write(model.family, model.spec).items() if n not in free}
     biased = replace(training, adapter=None, fp8=None).apply_to(model.spec) != model.spec
     return {
         "model": {"model_type": model.model_type, "ends in": str(model.spec.head), **fields}
