@@ -60,13 +60,22 @@ PARTS = {
             "merge": "dolmen.vocabulary.config.VocabMergeConfig",
             "extend": "dolmen.vocabulary.config.VocabExtendConfig",
         },
-    )
+    ),
+    "launch": (
+        "Write the job file of a run for a scheduler, and submit it.",
+        {
+            "slurm": "dolmen.launch.config.SlurmConfig",
+            "kubeflow": "dolmen.launch.config.KubeflowConfig",
+            "skypilot": "dolmen.launch.config.SkypilotConfig",
+        },
+    ),
 }
 """Verb of several parts -> its help text, and each part with its class."""
 MODULES = {
     "conversion": ("convert", "export", "tokenize", "vocab"),
     "evaluation": ("evaluate", "diff", "verify"),
     "generation": ("generate", "chat", "serve"),
+    "jobs": ("launch",),
     "listings": ("recipes", "families", "show"),
     "planning": ("plan", "dryrun", "schedule"),
     "runs": ("train",),

@@ -4,4 +4,6 @@ launcher.py     starts them on this machine, restarts them, and ends them togeth
 process.py      what a process knows of who started it, signals, exit codes
 rendezvous.py   a fresh rendezvous for each restart
 watchdog.py     names the rank that hangs
+config.py       options of `dolmen launch`
+jobs.py         job files of SLURM, Kubeflow Trainer and SkyPilot (templates/)
 """

@@ -2,7 +2,7 @@
 (launcher.py), torchrun, srun, or nobody.
 
 Under torchrun or srun, which set RANK or SLURM_PROCID, `dolmen` is a worker from the start; a
-restart by either is known by its count.
+restart is known by what the engine tells (RESTART_COUNTS, RECOVERED_JOBS).
 """
 
 import ctypes
@@ -25,6 +25,21 @@ from dolmen.core.torch_private import strings
 LAUNCHER = "DOLMEN_LAUNCHER"  # pid of the launcher that started this worker
 HANDED = "DOLMEN_HANDED"  # the file in which that launcher says what is asked
 PR_SET_PDEATHSIG = 1
+RESTART_COUNTS = {
+    "torchrun, our launcher": strings.RESTARTS,
+    # sbatch(1): "the number of times the job has been restarted", after a failure or a requeue
+    "SLURM": "SLURM_RESTART_COUNT",
+    # JobSet's annotation jobset.sigs.k8s.io/restart-attempt of a pod, which the job file of
+    # `dolmen launch kubeflow` makes a variable of this name, as torchx and Flyte do
+    "JobSet": "JOBSET_RESTART_ATTEMPT",
+}
+"""Engine -> the variable with the number of restarts."""
+RECOVERED_JOBS = {
+    # "will stay the same across multiple recoveries of the same managed task", and nothing counts
+    "SkyPilot": "SKYPILOT_TASK_ID",
+}
+"""Engine -> the variable with the id of a job, for engines that do not count restarts: a start in a
+folder that knows this id (training/start.py) is a restart."""
 
 
 def die_with_launcher() -> None:
@@ -99,10 +114,16 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def restarts() -> int:
-    """Return how often this process group has been restarted: by our launcher, torchrun's
-    --max-restarts, or SLURM's requeue.
+    """Return how often this process group has been restarted, by the engine that counts most."""
+    return max(int(os.environ.get(name) or 0) for name in RESTART_COUNTS.values())
+
+
+def recovered_job() -> str:
+    """Return the id of this job if its engine keeps it over restarts that it does not count;
+    otherwise empty.
     """
-    return max(int(os.environ.get(name) or 0) for name in (strings.RESTARTS, "SLURM_RESTART_COUNT"))
+    found = (f"{engine} {os.environ.get(name, '')}" for engine, name in RECOVERED_JOBS.items())
+    return next((job for job in found if not job.endswith(" ")), "")
 
 
 def one_store() -> bool:
@@ -118,6 +139,8 @@ def job() -> str:
     """
     if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
         return ""
+    if recovered_job():
+        return recovered_job()
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm {os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', '')}"
     named = os.environ.get(strings.RUN, "none")

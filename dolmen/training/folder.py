@@ -64,7 +64,7 @@ def unlock_folder(out: Path, descriptor: int | None) -> None:
 
 LIST = ".dolmen"
 LOCK = ".dolmen-lock"  # held while a run is: `lock_folder`
-OWNER = ".overwritten-by"  # the jobs that have emptied the folder
+OWNER = ".overwritten-by"  # the jobs that have emptied the folder, or whose restarts it must know
 TOKENIZER = (
     r"(tokenizer(_config)?|special_tokens_map|added_tokens|vocab|chat_template)\.json|merges\.txt"
     r"|vocab\.txt|tokenizer\.model|chat_template\.jinja"
@@ -238,6 +238,14 @@ def clear_run(out: Path, owner: str = "") -> None:
     _delete(out, [entry for entry in last if entry in ours])
     if owner:
         write.replace(out / OWNER, owner)
+
+
+def record_jobs(out: Path, owner: str) -> None:
+    """Record the jobs in `owner` in the run's folder, for engines that do not count restarts: a
+    later start of the same job is one.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    write.replace(out / OWNER, owner)
 
 
 def remove_export(out: Path) -> None:

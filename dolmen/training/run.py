@@ -23,6 +23,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.data.base_loader import Loader
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate, write
+from dolmen.launch import process
 from dolmen.launch.watchdog import Watch
 from dolmen.optim.optimizer import DTYPES
 from dolmen.rl.prompts import PromptLoader
@@ -205,6 +206,8 @@ def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -
     """
     if job.start.overwrite:
         on_first_rank(job.mesh, lambda: folder.clear_run(job.out, job.start.owner))
+    elif process.recovered_job() and not job.start.restarted:
+        on_first_rank(job.mesh, lambda: folder.record_jobs(job.out, job.start.owner))
     saved = None
     if job.start.resumed:
         saved = resume(

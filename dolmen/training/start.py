@@ -6,9 +6,10 @@ checkpoint is loaded they compare options, versions and a hash of the code (`ran
 decide together:
 
     first start    as --resume and --overwrite request; a folder that holds a run is an error
-    restart        if any rank's launcher counts one: from the newest complete checkpoint, or an
-                   older one if that is damaged. --overwrite was obeyed by the first start; the
-                   folder records by which job, as a kill may have come before
+    restart        if any rank's launcher counts one, or the folder knows the job: from the newest
+                   complete checkpoint, or an older one if that is damaged. --overwrite was obeyed
+                   by the first start; the folder records by which job, as a kill may have come
+                   before
 
 What is restored, and from where:
 
@@ -213,15 +214,22 @@ def rank_facts(run: RunConfig, out: Path, refusal: str | None, **more: object) -
 
 
 def agree_on_start(
-    request: TrainRequest, *, restarts: int, job: str, checked: bool, refusal: str | None = None
+    request: TrainRequest,
+    *,
+    restarts: int,
+    job: str,
+    checked: bool,
+    recovered: bool = False,
+    refusal: str | None = None,
 ) -> StartMode:
     """Return the way that the run starts, agreed on by all ranks, which call it right after
     joining.
 
     `restarts` and `job` are the number of restarts and the job id that this rank's launcher
-    reports; `checked`: the folder was checked before the processes started. Raises ValueError with
-    the same message on every rank where ranks differ, where one has an error (`refusal`), and for a
-    folder that cannot be used.
+    reports; `checked`: the folder was checked before the processes started; `recovered`: the
+    launcher does not count restarts but keeps the job id over them. Raises ValueError with the same
+    message on every rank where ranks differ, where one has an error (`refusal`), and for a folder
+    that cannot be used.
     """
     out, resume, overwrite = request.out, request.handling.resume, request.handling.overwrite
     consensus.require_same(
@@ -232,12 +240,14 @@ def agree_on_start(
     # after a failure on one host only its count is sure to rise
     counts, jobs = zip(*consensus.gather_objects((restarts, job)), strict=True)
     owner, restarted = "\n".join(sorted({j for j in jobs if j})), max(counts) > 0
+    # a kill may have come before the first start has emptied the folder: then it still has to
+    known = bool(set(jobs) & consensus.run_on_rank_zero(lambda: _owners(out)))
+    restarted = restarted or (recovered and known)
     if not restarted:
         if not checked:
             consensus.run_on_rank_zero(lambda: _check(request))
         return StartMode(resume, overwrite, False, owner)
-    # a kill may have come before the first start has emptied the folder: then it still has to
-    goes_on = not overwrite or consensus.run_on_rank_zero(lambda: bool(set(jobs) & _owners(out)))
+    goes_on = not overwrite or known
     return StartMode(resumed=goes_on, overwrite=not goes_on, restarted=True, owner=owner)
 
 
@@ -291,5 +301,5 @@ def _check(request: TrainRequest) -> None:
 
 
 def _owners(out: Path) -> set[str]:
-    """Return the jobs that have emptied the folder, by their ids; empty if it was never emptied."""
+    """Return the ids of the jobs that the folder knows (`clear_run`, `record_jobs`)."""
     return set(gate.read_text(out / OWNER, 2**20).splitlines()) if (out / OWNER).exists() else set()

@@ -238,6 +238,7 @@ def _start(
             request,
             restarts=process.restarts(),
             job=process.job(),
+            recovered=bool(process.recovered_job()),
             checked=started is None or process.launched_here(),
             refusal=refusal,
         )

@@ -135,6 +135,9 @@ LAYOUT = """
     layout.no-sequence-parallel layout.context layout.schedule layout.virtual-stages
     layout.recompute layout.recompute-layers layout.reduction
 """
+JOB = """
+    help nodes nproc-per-node out file submit no-submit max-restarts grace-seconds
+"""
 AFTER = f"""
     adapter.rank adapter.alpha adapter.targets adapter.frozen adapter.scaling adapter.kind {LAYOUT}
     data.path data.tokenizer data.end-of-text data.text-field data.cache data.workers
@@ -217,6 +220,9 @@ OTHERS = {
     "vocab train": "help size kind to max-bytes seed data.path data.text-field",
     "vocab merge": "help to data.path data.text-field",
     "vocab extend": "help tokenizer to init seed window data.path data.text-field",
+    "launch slurm": f"{JOB} sbatch",
+    "launch kubeflow": f"{JOB} image namespace runtime volume mount",
+    "launch skypilot": f"{JOB} accelerator volume mount setup",
     "plan": (
         "help cluster top explain no-explain dryrun no-dryrun tokens rent node-price years "
         "kilowatt-hour as-recipe json report measure no-measure inference no-inference batch "

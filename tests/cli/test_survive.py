@@ -310,6 +310,18 @@ def test_only_the_first_start_overwrites(worker, material, run, whole):
     assert same(tensors(run, 12), tensors(whole, 12))
 
 
+def test_a_recovered_job_of_skypilot_goes_on(monkeypatch, worker, material, tmp_path):
+    """SkyPilot keeps the id of a job over recoveries and counts none: the folder knows the id."""
+    words = ("train", material.file, "--out", tmp_path / "sky", *FIXED, "--train.steps")
+    monkeypatch.setenv("SKYPILOT_TASK_ID", "sky-managed-1")
+    assert worker(*words, 4, count=0).code == 0
+    again = worker(*words, 8, count=0)
+    assert again.code == 0 and "resuming from step 4" in again.out
+    monkeypatch.setenv("SKYPILOT_TASK_ID", "sky-managed-2")
+    other = worker(*words, 12, count=0)
+    assert other.code == 2 and "already contains a run" in other.words
+
+
 def test_nothing_saved_yet_starts_again(worker, material, run, whole):
     shutil.rmtree(run / "checkpoints")
     again = worker("train", material.file, "--out", run, *FIXED, "--train.steps", 12)

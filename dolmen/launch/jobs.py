@@ -1,0 +1,115 @@
+"""Job files of SLURM, Kubeflow Trainer and SkyPilot, and how they are submitted.
+
+A job file is a template (templates/) in which each {{name}} is replaced by a value. In a YAML
+template this happens after parsing: a value cannot change the structure, one that is alone keeps
+its type, and a field whose value is None is left out.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dolmen.files import gate
+from dolmen.launch.config import JobConfig, KubeflowConfig, SkypilotConfig, SlurmConfig
+
+TEMPLATES = Path(__file__).parent / "templates"
+FILES: dict[type, str] = {
+    SlurmConfig: "slurm.sbatch",
+    KubeflowConfig: "kubeflow.yaml",
+    SkypilotConfig: "skypilot.yaml",
+}
+SUBMIT: dict[type, tuple[str, ...]] = {
+    SlurmConfig: ("sbatch",),
+    KubeflowConfig: ("kubectl", "apply", "-f"),
+    SkypilotConfig: ("sky", "jobs", "launch", "--yes"),
+}
+"""Commands that submit a job file, which is their last argument."""
+PLACE = re.compile(r"\{\{(\w+)\}\}")
+
+
+def job_name(run: str) -> str:
+    """Return a run's name as a job's: at most 40 lower-case letters, digits and dashes, which every
+    scheduler takes.
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", run.lower())[:40].strip("-")
+    return name if name[:1].isalpha() else f"run-{name}".rstrip("-")
+
+
+def job_file(job: JobConfig, name: str, out: str, text: str, gpus: bool) -> str:
+    """Return the content of the job file. `name`: of the job; `out`: folder of the run; `text`: the
+    run as YAML; `gpus`: each process has a GPU.
+    """
+    values = {
+        "name": name,
+        "nodes": job.nodes,
+        "nproc": job.nproc_per_node,
+        "max_restarts": job.max_restarts,
+        "grace": job.grace_seconds,
+    }
+    template = gate.read_text(TEMPLATES / FILES[type(job)], 2**16)
+    match job:
+        case SlurmConfig():
+            options = [*([f"gpus-per-node={job.nproc_per_node}"] if gpus else []), *job.sbatch]
+            lines = "".join(f"#SBATCH --{option}\n" for option in options)
+            paths = {"run": shlex.quote(str(Path(job.run).absolute())), "out": shlex.quote(out)}
+            return _replace(template, values | paths | {"options": lines})
+        case KubeflowConfig():
+            values |= {
+                "namespace": job.namespace,
+                "runtime": job.runtime,
+                "image": job.image,
+                "volume": job.volume,
+                "mount": job.mount,
+                "text": text,
+                "out": out.replace("$", "$$"),  # Kubernetes would replace $(NAME)
+                "grace_text": str(job.grace_seconds),
+                "resources": {"limits": {"nvidia.com/gpu": job.nproc_per_node}} if gpus else None,
+            }
+        case SkypilotConfig():
+            values |= {
+                "accelerators": f"{job.accelerator}:{job.nproc_per_node}" if gpus else None,
+                "run": str(Path(job.run).absolute()),
+                "volumes": {job.mount: job.volume} if job.volume else None,
+                "setup": job.setup,
+                "out": shlex.quote(out),
+            }
+    documents = [_fill(document, values) for document in yaml.safe_load_all(template)]
+    return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=100)
+
+
+def _replace(text: str, values: Mapping[str, Any]) -> str:
+    """Replace each {{name}} of a text by its value."""
+    return PLACE.sub(lambda place: str(values[place[1]]), text)
+
+
+def _fill(node: Any, values: Mapping[str, Any]) -> Any:
+    """Replace each {{name}} in the strings of a parsed document; fields that become None are left
+    out.
+    """
+    match node:
+        case dict():
+            filled = {key: _fill(value, values) for key, value in node.items()}
+            return {key: value for key, value in filled.items() if value is not None}
+        case list():
+            return [_fill(item, values) for item in node]
+        case str():
+            place = PLACE.fullmatch(node)
+            return values[place[1]] if place else _replace(node, values)
+    return node
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes texts of several lines as they are read, `|` and lines."""
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    """Return the node of a text: a block where it has several lines."""
+    style = "|" if "\n" in text else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_Dumper.add_representer(str, _represent_text)
