@@ -38,7 +38,13 @@ if not __package__:  # run as a file: Python then looks for `benchmarks` beside 
 from dolmen.conversion.source import open_source
 from dolmen.model.decoder import Decoder
 from dolmen.ops import int8
-from dolmen.parallel.inference_linear import Int8Rows, IntegerLinear, OneDnn, PrepackedProduct
+from dolmen.parallel.inference_linear import (
+    Int8Rows,
+    IntegerLinear,
+    OneDnn,
+    PrepackedProduct,
+    Weights,
+)
 from dolmen.serving.engine import Engine, load_decoder
 from dolmen.serving.request import Request, SamplingParams
 
@@ -100,12 +106,12 @@ def cases(vocabulary: int) -> list[Case]:
     ]
 
 
-def dolmen_side(model: Decoder) -> Side:
+def dolmen_side(model: Decoder, weights: Weights = "stated") -> Side:
     """Through the engine, as a file of rows goes."""
 
     def answer(work: Work) -> list[list[int]]:
         found: dict[int, list[int]] = {}
-        with Engine(model) as engine:
+        with Engine(model, weights=weights) as engine:
             for i, (prompt, new) in enumerate(work):
                 options = SamplingParams(temperature=0, max_new_tokens=new)
                 engine.add(Request(prompt, options, id=i))
