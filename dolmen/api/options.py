@@ -58,9 +58,9 @@ def _options() -> dict[str, Any]:
         known |= {f"model.{name}": None for name in option_fields(family)}
     conversion = (ExportConfig, ConvertConfig, TokenizeConfig, VerifyConfig, DiffConfig)
     vocabulary = (VocabTrainConfig, VocabMergeConfig, VocabExtendConfig)
-    others = (GenerateConfig, EvaluateConfig, DryrunConfig)
+    configs = (GenerateConfig, EvaluateConfig, DryrunConfig)
     # all, as messages come from any of them
-    for cls in (LaunchOptions, RunConfig, *conversion, *vocabulary, *others):
+    for cls in (LaunchOptions, RunConfig, *conversion, *vocabulary, *configs):
         known |= option_types(cls)
     return known
 

@@ -183,18 +183,18 @@ def read_foreign(file: Path) -> Foreign:
             raise TypeError(f"{odd[:3]} are neither tensors nor bytes")
         _check_tensors(tensors)
         places = {i: p for i, p in metadata.storage_data.items() if i.fqn in tensors}
-        others = {i.fqn: p for i, p in metadata.storage_data.items() if i.fqn not in tensors}
+        other_places = {i.fqn: p for i, p in metadata.storage_data.items() if i.fqn not in tensors}
         _check_places(places, tensors)
-        for name, place in others.items():
+        for name, place in other_places.items():
             _check_place(name, place, 0)
     except Exception as error:  # a damaged pickle can raise almost anything
         raise refuse(file, f"cannot be read: {error}") from error
-    return Foreign(tensors, places, others)
+    return Foreign(tensors, places, other_places)
 
 
-def stored_tensors(found: Metadata) -> dict[str, TensorStorageMetadata]:
+def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     """Name -> metadata of each tensor. Raises TypeError where anything else is described."""
-    everything = found.state_dict_metadata
+    everything = metadata.state_dict_metadata
     stored = {n: t for n, t in everything.items() if type(t) is TensorStorageMetadata}
     if odd := [n for n in everything if n not in stored]:
         raise TypeError(f"{odd[:3]} are not tensors")

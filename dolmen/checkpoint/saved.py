@@ -85,14 +85,14 @@ class Saved:
         """Return the state as plain JSON values; `read_saved` is the inverse."""
         # JSON has lists only: tuples are written as such, and made tuples again
         meta = asdict(self)
-        own = {"loss_scale": list(self.loss_scale), "norms": list(self.norms)}
+        values = {"loss_scale": list(self.loss_scale), "norms": list(self.norms)}
         if self.critic is not None:
             critic_lists = {
                 "loss_scale": list(self.critic.loss_scale),
                 "norms": list(self.critic.norms),
             }
-            own["critic"] = {**meta["critic"], **critic_lists}
-        return {**meta, **own}
+            values["critic"] = {**meta["critic"], **critic_lists}
+        return {**meta, **values}
 
 
 def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:

@@ -118,7 +118,7 @@ def plan(wanted: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
     """
     most = min(LARGEST, _round_up(sum(wanted)))
     tried = (_pack_chunks(wanted, max(ALIGNED, most >> power)) for power in range(TRIED))
-    return min(tried, key=lambda found: sum(found[0]))
+    return min(tried, key=lambda item: sum(item[0]))
 
 
 def _pack_chunks(wanted: tuple[int, ...], chunk: int) -> tuple[list[int], list[tuple[int, int]]]:
@@ -211,14 +211,14 @@ class Writer(FileSystemWriter):
         files: dict[str, list[WriteResult]] = defaultdict(list)
         for result in results:
             files[result.storage_data.relative_path].append(result)
-        found: list[WriteResult] = []
+        write_results: list[WriteResult] = []
         for name, written in files.items():
             with open(self.partial / name, "rb") as file:
                 for r in written:
                     place = r.storage_data
                     crc = find_numbers(file, place.offset, place.length).crc
-                    found.append(WrittenPart(r.index, r.size_in_bytes, place, crc))
-        return found
+                    write_results.append(WrittenPart(r.index, r.size_in_bytes, place, crc))
+        return write_results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write .metadata, state.json and the seal, rename the folder to its final name, and delete

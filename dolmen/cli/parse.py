@@ -123,7 +123,7 @@ def attribute_docs(cls: type) -> dict[str, str]:
     """Return attribute -> its docstring in the source of the class or a base class, as one line.
     Python keeps none of these, so the source is parsed: 2 ms per module.
     """
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     # the text of a subclass wins
     for base in reversed(cls.__mro__[:-1]):
         for statement, after in pairwise(class_bodies(base.__module__).get(base.__name__, ())):
@@ -132,8 +132,8 @@ def attribute_docs(cls: type) -> dict[str, str]:
                     ast.AnnAssign(target=ast.Name(id=name)),
                     ast.Expr(value=ast.Constant(value=str(text))),
                 ):
-                    found[name] = " ".join(text.split())
-    return found
+                    docs[name] = " ".join(text.split())
+    return docs
 
 
 @cache

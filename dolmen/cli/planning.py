@@ -117,12 +117,12 @@ def write_files(question: Question, plan: Plan, options: PlanConfig) -> Iterator
 def plan_inference(request: PlanRequest) -> int:
     """Print the table of tensor-parallel sizes for inference, and write --json. Returns 0."""
     options = request.options
-    found = inference(Question.from_request(request), options.batch, options.length)
-    write.save_json(answer.inference_dict(found), options.json)
+    estimate = inference(Question.from_request(request), options.batch, options.length)
+    write.save_json(answer.inference_dict(estimate), options.json)
     if options.json != "-":
         screen = console()
-        screen.print(answer.inference_title(found))
-        screen.print(answer.inference_table(found))
+        screen.print(answer.inference_title(estimate))
+        screen.print(answer.inference_table(estimate))
     return 0
 
 
@@ -176,10 +176,10 @@ def run_schedule(options: ScheduleOptions) -> int:
         if options.costs:
             times = from_file(options.costs)
         if options.schedule == SEARCH:
-            found, widths = search_schedule(options, times)
-            schedule, simulation = found.schedule, found.simulation
+            shortest, widths = search_schedule(options, times)
+            schedule, simulation = shortest.schedule, shortest.simulation
         else:
-            found, widths, schedule = None, (), build_schedule(options)
+            shortest, widths, schedule = None, (), build_schedule(options)
             # a list of costs must fit its ranks or stages
             simulation = simulate_stages(schedule, times.stage_costs(schedule))
         if options.out:
@@ -193,8 +193,8 @@ def run_schedule(options: ScheduleOptions) -> int:
     # the formulas are for equal times on all ranks
     idle_formula = None if options.costs else closed_form(schedule, cost)
     print_report(schedule, simulation, idle_formula)
-    if found:
-        print(proof(found, widths))
+    if shortest:
+        print(proof(shortest, widths))
     if options.list:
         print("\n" + format_schedule(schedule), end="")
     if options.out:
@@ -222,16 +222,16 @@ def search_schedule(
     return action_lists.shortest_of(ranks, micros, widths, times, memory)
 
 
-def proof(found: ShortestSchedule, widths: tuple[int, ...]) -> str:
+def proof(shortest: ShortestSchedule, widths: tuple[int, ...]) -> str:
     """Return a line with the lower bound of the span and how close the schedule comes to it.
     `widths`: numbers of stages per rank that were searched.
     """
-    span, nodes = found.simulation.span, f"; {found.nodes:,} nodes" if found.nodes else ""
-    gap = span / found.floor - 1
-    verdict = "optimal" if found.optimal else f"not proven optimal, gap {gap:.2%}"
-    like = "" if found.like == SEARCH else f"; the same as {found.like}"
+    span, nodes = shortest.simulation.span, f"; {shortest.nodes:,} nodes" if shortest.nodes else ""
+    gap = span / shortest.floor - 1
+    verdict = "optimal" if shortest.optimal else f"not proven optimal, gap {gap:.2%}"
+    like = "" if shortest.like == SEARCH else f"; the same as {shortest.like}"
     of = " or ".join(map(str, widths)) + (" stage" if widths == (1,) else " stages")
-    return f"lower bound {found.floor:.6g} of {of} per rank: {verdict}{nodes}{like}"
+    return f"lower bound {shortest.floor:.6g} of {of} per rank: {verdict}{nodes}{like}"
 
 
 def build_schedule(options: ScheduleOptions) -> Schedule:

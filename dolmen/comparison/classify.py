@@ -85,13 +85,13 @@ def _compare_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
     # summands cannot be told apart, and one rank has nothing to be compared with
     if x.partial or len(shards) < 2:
         return
-    whole = y.join()
+    full = y.join()
     for axis in ("tp", "cp", "dp", "ep", "fsdp"):
         # each line of ranks along this axis of the mesh
         for group in side.recording.topology.groups(axis):
             pieces = [shards[rank] for rank in group if rank in shards]
             if len(group) > 1 and len(pieces) == len(group):
-                yield from _compare_group(axis, pieces, [whole[p.index] for p in pieces])
+                yield from _compare_group(axis, pieces, [full[p.index] for p in pieces])
 
 
 def _compare_group(axis: str, pieces: list[RecordedShard], right: list[Tensor]) -> Iterator[Fault]:
@@ -309,8 +309,8 @@ def _find_rotation(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -> I
         if (lengths[0] - lengths[1]).abs().max() > LEFT * (left - right).abs().max():
             continue
         # token 0 has angle 0 under any base and scaling
-        begins = (left - right).unflatten(0, (-1, side.length))[:, 0].abs().max()
-        if begins <= 1e-4 * right.abs().max():
+        starts = (left - right).unflatten(0, (-1, side.length))[:, 0].abs().max()
+        if starts <= 1e-4 * right.abs().max():
             yield Fault("other angles", "rotated by other angles: rope's base or scaling")
         else:
             yield Fault("other positions", "rotated from the first token on: positions are shifted")

@@ -154,7 +154,7 @@ def _differences_by_rank(
     """Compare what each rank of either side holds with the joined tensor of B. Returns the largest
     difference, NaN counting as largest, and that of each (side, rank).
     """
-    whole = b.join()
+    full = b.join()
     sides = {"A": a, "B": b}
     by_rank: dict[tuple[str, int], float] = {}
     for side, recorded in sides.items():
@@ -164,7 +164,7 @@ def _differences_by_rank(
             region = tuple(slice(0, n) for n in recorded.shape)
             pieces = [RecordedShard(pieces[0].rank, region, recorded.join())]
         for piece in pieces:
-            deviation = difference(piece.values, whole[piece.index], least)
+            deviation = difference(piece.values, full[piece.index], least)
             key = side, piece.rank
             by_rank[key] = worse(deviation, by_rank.get(key, 0.0))
     return max(by_rank.values(), key=_or_inf), by_rank
@@ -361,7 +361,7 @@ def _compare_backward(
     trained = [n for n in a.recording.names("gradients") if ("gradients", n) in right]
     if not trained:
         return
-    whole = _norm(b, "gradients")
+    norm = _norm(b, "gradients")
     place = {name: i for i, name in enumerate(forward_order(a, b))}
     # behind each tensor's gradient, those of the parameters that it gives
     # (layer, place in the layer, 1 for activations): sorted in reverse, an activation's gradient
@@ -375,7 +375,7 @@ def _compare_backward(
     allowed = Tolerance(a, b, before)
     for stage, name in sorted(keyed, key=lambda key: keyed[key], reverse=True):
         x, y = left[stage, name], right[stage, name]
-        least = _least(whole, y) if stage == "gradients" else 0.0
+        least = _least(norm, y) if stage == "gradients" else 0.0
         sums = name.removesuffix(recording.inside(name)) + "attn.sums"
         factor = 1.0
         if stage == "backward" and recording.inside(name) in THROUGH_SCORES:
@@ -430,12 +430,12 @@ def _size(recorded: Recorded) -> float:
     return torch.linalg.vector_norm(recorded.join().double()).item()
 
 
-def _least(whole: float, recorded: Recorded) -> float:
-    """Smallest scale that the rows of a tensor are compared at: SMALL x `whole`, the norm of its
+def _least(norm: float, recorded: Recorded) -> float:
+    """Smallest scale that the rows of a tensor are compared at: SMALL x `norm`, the norm of its
     stage, shared over the tensor's rows.
     """
     rows = math.prod(recorded.shape[:-1]) if len(recorded.shape) > 1 else 1
-    return SMALL * whole / math.sqrt(rows)
+    return SMALL * norm / math.sqrt(rows)
 
 
 def _weight_by_gradient(b: Side, name: str, recorded: Recorded) -> Recorded:

@@ -121,8 +121,10 @@ def _step(model: Decoder, task: DiffTask, mesh: Mesh, layout: Layout, recorder: 
 
     def keep(*_: Any) -> None:
         """Copy the gradients before the optimizer uses them: an optimizer hook."""
-        held = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        gradients.update({name: state.local_view(g).clone() for name, g in held.items()})
+        local_gradients = {
+            name: p.grad for name, p in model.named_parameters() if p.grad is not None
+        }
+        gradients.update({name: state.local_view(g).clone() for name, g in local_gradients.items()})
 
     adamw.register_step_pre_hook(keep)
     batch = batch_of(model.spec, task.windows[mesh.dp.rank * mine : (mesh.dp.rank + 1) * mine])
@@ -294,9 +296,9 @@ class Hooks:
             if isinstance(child, ColumnParallelLinear)
         ]
 
-        def products(made: tuple[Tensor, ...]) -> None:
+        def products(products_: tuple[Tensor, ...]) -> None:
             """Record the outputs of the column-parallel projections, in their order."""
-            for name, x in zip(columns, made, strict=True):
+            for name, x in zip(columns, products_, strict=True):
                 if name in ("k", "v"):
                     self._record_heads(f"{path}.{name}", x, heads.keys, heads.first_key, heads.size)
                 else:

@@ -214,12 +214,12 @@ class _TransformersHooks:
         self.stack.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
 
     def _attends(
-        self, layers: dict[nn.Module, int], module: nn.Module, found: dict[str, Tensor]
+        self, layers: dict[nn.Module, int], module: nn.Module, tensors: dict[str, Tensor]
     ) -> None:
         """Record queries, keys and values ([batch, heads, length, size]) of the layer that
         `module`, an attention module, is in.
         """
-        for word, x in found.items():
+        for word, x in tensors.items():
             if module in layers:
                 self._see(f"layers.{layers[module]}.attn.{word}", x, heads_first=True)
 

@@ -169,10 +169,10 @@ class Consolidated(WeightsAlone, Joined):
                 )
             for name, entry in self._entries.items():
                 stored = rank[name]
-                whole = self._share(name).full_shape(stored.spec.shape, len(self.ranks))
-                if whole != entry.shape:
+                full = self._share(name).full_shape(stored.spec.shape, len(self.ranks))
+                if full != entry.shape:
                     raise ValueError(
-                        f"{name} is {stored.spec.shape} in {stored.file}, {whole} of "
+                        f"{name} is {stored.spec.shape} in {stored.file}, {full} of "
                         f"{plural(len(self.ranks), 'rank')}; {PARAMS} implies {entry.shape}"
                     )
                 if stored.spec.dtype not in FLOATS or stored.spec != self.ranks[0][name].spec:
@@ -223,9 +223,7 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
     size, heads = params["dim"], params["n_heads"]
     if size % heads:
         raise gate.refuse(folder / PARAMS, f"dim ({size}) is not divisible by n_heads ({heads})")
-    whole = Share(_embedding_dim(ranks, size)).full_shape(
-        ranks[0][EMBEDDING].spec.shape, len(ranks)
-    )
+    full = Share(_embedding_dim(ranks, size)).full_shape(ranks[0][EMBEDDING].spec.shape, len(ranks))
     norm = NormSpec("rmsnorm", float(params["norm_eps"]))
     mixer = AttentionSpec(
         heads, params.get("n_kv_heads") or heads, size // heads, positions=_rope(folder, params)
@@ -236,7 +234,7 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
     rows = params.get("vocab_size", -1)
     spec = ModelSpec(
         hidden_size=size,
-        embedding=EmbeddingSpec(whole[0] if rows < 0 else rows),
+        embedding=EmbeddingSpec(full[0] if rows < 0 else rows),
         runs=group_repeats([BlockSpec(mixer, MLPSpec(inner), norm)] * params["n_layers"]),
         final_norm=norm,
         head=LMHeadSpec(tied=HEAD not in ranks[0]),

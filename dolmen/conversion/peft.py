@@ -199,13 +199,13 @@ def _modules(model: Model) -> dict[str, str]:
     """Module name in transformers -> our weight, for modules whose weight is exactly one of ours;
     norms and embeddings are among them.
     """
-    whole = {}
+    full = {}
     for stored, entry in weight_map(model).entries.items():
         # GPT-2's Conv1D stores weights transposed: still one of ours
         rule = entry.rule.rule if isinstance(entry.rule, Transpose) else entry.rule
         if isinstance(rule, Rename) and stored.endswith(".weight") and entry.piece is None:
-            whole[stored.removesuffix(".weight")] = entry.ours[0]
-    return whole
+            full[stored.removesuffix(".weight")] = entry.ours[0]
+    return full
 
 
 def write(run: object, folder: Path, dtype: torch.dtype) -> str:

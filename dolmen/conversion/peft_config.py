@@ -55,8 +55,8 @@ MATCH = """
 import re
 limit()
 try:
-    expression = re.compile(given["expression"])
-    print(*(int(bool(expression.fullmatch(module))) for module in given["modules"]))
+    expression = re.compile(inputs["expression"])
+    print(*(int(bool(expression.fullmatch(module))) for module in inputs["modules"]))
 except (re.error, RecursionError, OverflowError) as error:
     print(error)
     sys.exit(INVALID)

@@ -127,7 +127,7 @@ class Sat(WeightsAlone, Joined):
         Raises KeyError or ValueError where they do not fit the model, or ranks differ.
         """
         # rank 0 is the measure for names
-        first, *others = [
+        first, *other_ranks = [
             {name: stored for name, stored in rank.items() if not self._weights.ignores(name)}
             for rank in self.held
         ]
@@ -141,10 +141,10 @@ class Sat(WeightsAlone, Joined):
                 f"e.g. {extra[:3]}, and {plural(len(missing), 'tensor is', 'tensors are')} "
                 f"missing, e.g. {missing[:3]}"
             )
-        for rank, other in enumerate(others, 1):
+        for rank, other in enumerate(other_ranks, 1):
             if unlike := [name for name in first if name not in other] or [*other.keys() - first]:
                 raise KeyError(f"{self.where}: rank {rank} and rank 0 differ in {unlike[0]}")
-        by_name = {name: [first[name], *(other[name] for other in others)] for name in first}
+        by_name = {name: [first[name], *(other[name] for other in other_ranks)] for name in first}
         for name, shards in by_name.items():
             self._check(entries[name], shards)
         return by_name
@@ -156,11 +156,11 @@ class Sat(WeightsAlone, Joined):
         share, first = self._share(entry), shards[0]
         if any(other.spec != first.spec for other in shards):
             raise ValueError(f"{self.where}: {first.name} has different shapes on the ranks")
-        whole = share.full_shape(first.spec.shape, len(shards))
-        if whole != entry.shape:
+        full = share.full_shape(first.spec.shape, len(shards))
+        if full != entry.shape:
             raise ValueError(
                 f"{first.name} is {first.spec.shape} on each of {plural(len(shards), 'rank')} in "
-                f"{first.file}, {whole} together; config.json implies {entry.shape}"
+                f"{first.file}, {full} together; config.json implies {entry.shape}"
             )
         if first.spec.dtype not in hf.FLOATS:
             raise ValueError(

@@ -56,19 +56,19 @@ def generation_config(folder: Path) -> dict[str, Any]:
     return gate.read_json(file, kinds.GENERATION_CONFIG) if file.is_file() else {}
 
 
-def vocabulary(folder: Path, said: Model | None, rows: int | None) -> int | None:
-    """Return the number of tokens, without padding rows: that of the config.json (`said`), else
+def vocabulary(folder: Path, model: Model | None, rows: int | None) -> int | None:
+    """Return the number of tokens, without padding rows: that of the config.json (`model`), else
     `rows` (--vocab-size), else the tokenizer's; None where nothing says it. Raises ValueError where
     `rows` and the config.json differ.
     """
-    if said is not None:
-        if rows not in (None, said.spec.vocab_size):
+    if model is not None:
+        if rows not in (None, model.spec.vocab_size):
             raise ValueError(
-                f"--vocab-size is {rows}, but vocab_size is {said.spec.vocab_size} in "
+                f"--vocab-size is {rows}, but vocab_size is {model.spec.vocab_size} in "
                 f"{folder / 'config.json'}: leave out one of the two"
             )
         # the config.json's number wins over the padded rows of the checkpoint
-        return said.spec.vocab_size
+        return model.spec.vocab_size
     where = tokenizer(folder)
     if rows is not None or where is None:
         return rows

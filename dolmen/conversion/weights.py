@@ -176,20 +176,20 @@ def _read_stack(pieces: dict[int, str], read: Callable[[str], Tensor]) -> Tensor
     """Read the pieces (index -> stored name) into one tensor [count, ...], one piece in memory
     besides it. Raises ValueError where their dtypes differ.
     """
-    whole = None
+    full = None
     for i, name in sorted(pieces.items()):
         piece = read(name)
-        if whole is None:
+        if full is None:
             # filled in place: torch.stack would hold all experts twice
-            whole = piece.new_empty((len(pieces), *piece.shape))
-        if piece.dtype != whole.dtype:
+            full = piece.new_empty((len(pieces), *piece.shape))
+        if piece.dtype != full.dtype:
             raise ValueError(
-                f"{name} is {piece.dtype}, {pieces[0]} is {whole.dtype}: store all experts in "
+                f"{name} is {piece.dtype}, {pieces[0]} is {full.dtype}: store all experts in "
                 "one dtype"
             )
-        whole[i] = piece
-    assert whole is not None
-    return whole
+        full[i] = piece
+    assert full is not None
+    return full
 
 
 class Tensors(Protocol):

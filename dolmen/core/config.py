@@ -217,8 +217,8 @@ def expectation(error: ErrorDetails) -> str:
     """
     words, bounds = EXPECTED.get(error["type"]), error.get("ctx", {})
     # 0, not 0.0
-    whole = {n: int(bound) for n, bound in bounds.items() if bound in (0.0, 1.0)}
-    return error["msg"] if words is None else words.format(**{**bounds, **whole})
+    full = {n: int(bound) for n, bound in bounds.items() if bound in (0.0, 1.0)}
+    return error["msg"] if words is None else words.format(**{**bounds, **full})
 
 
 def describe_error(error: ErrorDetails, cls: type, section: str) -> str:

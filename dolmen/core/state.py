@@ -245,14 +245,14 @@ def _fill(p: Tensor, name: str, seed: int, draw: FillBlock) -> None:
 
 
 def _fill_blocks(
-    out: Tensor, whole: torch.Size, where: tuple[slice, ...], name: str, seed: int, draw: FillBlock
+    out: Tensor, full: torch.Size, where: tuple[slice, ...], name: str, seed: int, draw: FillBlock
 ) -> None:
-    """Fill `out`, the part `where` of a full tensor of shape `whole`, from one seed per block."""
-    rows = max(1, BLOCK // math.prod(whole[1:]))
+    """Fill `out`, the part `where` of a full tensor of shape `full`, from one seed per block."""
+    rows = max(1, BLOCK // math.prod(full[1:]))
     first, last = where[0].start // rows, (where[0].stop - 1) // rows
     for block in range(first, last + 1):
-        top, bottom = block * rows, min((block + 1) * rows, whole[0])
-        values = torch.empty((bottom - top, *whole[1:]))
+        top, bottom = block * rows, min((block + 1) * rows, full[0])
+        values = torch.empty((bottom - top, *full[1:]))
         draw(values, torch.Generator().manual_seed(seed_of(seed, name, block)))
         lo, hi = max(top, where[0].start), min(bottom, where[0].stop)
         out[lo - where[0].start : hi - where[0].start].copy_(

@@ -53,11 +53,11 @@ class Topology:
         `ranks` ranks.
         """
         if self.size != ranks:
-            others = self.pp * self.cp * self.tp
+            model_ranks = self.pp * self.cp * self.tp
             raise ValueError(
                 f"layout.pp ({self.pp}) x layout.dp ({self.dp}) x layout.cp ({self.cp}) x "
                 f"layout.tp ({self.tp}) = {plural(self.size, 'process', 'processes')}, but "
-                f"{ranks} were started: set --layout.dp {max(1, ranks // others)}"
+                f"{ranks} were started: set --layout.dp {max(1, ranks // model_ranks)}"
             )
 
     @property

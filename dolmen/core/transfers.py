@@ -72,8 +72,8 @@ def _add_in_order(x: Tensor, axis: Axis) -> Tensor:
     flat = x.reshape(-1)
     # zeros, so that every rank gets an equal part
     flat = F.pad(flat, (0, -flat.numel() % axis.size))
-    own = finish_reduce_scatter(start_reduce_scatter(flat, axis), axis)
-    return wait(start_all_gather(own, axis), axis)[: x.numel()].view(x.shape)
+    shard = finish_reduce_scatter(start_reduce_scatter(flat, axis), axis)
+    return wait(start_all_gather(shard, axis), axis)[: x.numel()].view(x.shape)
 
 
 def start_all_gather(

@@ -57,12 +57,12 @@ class Batch:
         of a text. With `end_of_text`, a document begins at each window's first token and after each
         such id.
         """
-        whole = torch.from_numpy(windows)
-        tokens = whole[:, :-1]
+        full = torch.from_numpy(windows)
+        tokens = full[:, :-1]
         return cls(
             # any valid id will do: such positions have no label
             torch.where(tokens == IGNORED, 0, tokens),
-            whole[:, 1:].contiguous(),
+            full[:, 1:].contiguous(),
             None
             if end_of_text is None
             else Documents.from_starts(document_starts(tokens, end_of_text)),
@@ -117,9 +117,9 @@ class Batch:
         if blanks is None or self.positions is not None:
             return self
         spans, starts = [], self.starts
-        for tokens, own in zip(self.tokens.tolist(), begins(starts), strict=True):
+        for tokens, row_starts in zip(self.tokens.tolist(), begins(starts), strict=True):
             # each document [first, end) of the sequence
-            for first, end in zip(own, (*own[1:], len(tokens)), strict=True):
+            for first, end in zip(row_starts, (*row_starts[1:], len(tokens)), strict=True):
                 # GLM: special tokens say where the prefix ends and generation begins
                 spans += [blanks.span(tokens[first:end])] * (end - first)
         of_token = torch.tensor(spans).view(*starts.shape, -1).unbind(-1)
@@ -224,7 +224,9 @@ def document_starts(
     """Index of the first token of each token's document. An end-of-text token belongs to the
     document that it ends.
     """
-    begins = torch.zeros_like(tokens)
-    begins[:, 1:] = torch.where(tokens[:, :-1] == end_of_text, torch.arange(1, tokens.shape[1]), 0)
+    document_starts = torch.zeros_like(tokens)
+    document_starts[:, 1:] = torch.where(
+        tokens[:, :-1] == end_of_text, torch.arange(1, tokens.shape[1]), 0
+    )
     # nonzero only at first tokens: the running maximum spreads it over the document
-    return begins.cummax(1).values
+    return document_starts.cummax(1).values

@@ -335,11 +335,11 @@ def completions_of(
             f"{examples.name}: only one completion is left, but KTO compares completions of "
             "different prompts: give more"
         )
-    whole = append_unrelated(examples, chosen)
+    full = append_unrelated(examples, chosen)
     both = np.stack((chosen, len(examples) + np.arange(len(chosen))), 1).reshape(-1)
-    numbers = {SIDE: whole.said}
+    numbers = {SIDE: full.said}
     return PackedRows(
-        whole, both, sequence_length, packing=packing, together=2, seed=seed, said=numbers
+        full, both, sequence_length, packing=packing, together=2, seed=seed, said=numbers
     )
 
 
@@ -357,9 +357,9 @@ def append_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
     tokens, marks = [examples.tokens], [examples.trained]
     # the next chosen one, the last with the first: each completion is used once
     for index, other in zip(chosen, np.roll(chosen, -1), strict=True):
-        (own, trained, first), (theirs, said, begin) = parts(int(index)), parts(int(other))
-        tokens.append(np.concatenate((own[:first], theirs[begin:])))
-        marks.append(np.concatenate((trained[:first], said[begin:])))
+        (tokens_, trained, first), (theirs, weights_, begin) = parts(int(index)), parts(int(other))
+        tokens.append(np.concatenate((tokens_[:first], theirs[begin:])))
+        marks.append(np.concatenate((trained[:first], weights_[begin:])))
     # appended behind the real examples, whose indices stay
     ends = examples.offsets[-1] + np.cumsum([len(token) for token in tokens[1:]], dtype=np.int64)
     count = len(chosen)

@@ -120,8 +120,8 @@ class DataConfig(TextConfig):
                 f"data.order {self.order} orders windows of text, but data.rows is {self.rows}: "
                 "leave one of the two out"
             )
-        own = (self.template, self.masking_strategy, self.packing, self.max_row_bytes)
-        if self.rows == "text" and own != (None, "assistant", True, DataConfig.max_row_bytes):
+        fields_ = (self.template, self.masking_strategy, self.packing, self.max_row_bytes)
+        if self.rows == "text" and fields_ != (None, "assistant", True, DataConfig.max_row_bytes):
             raise ValueError(
                 "data.template, masking-strategy, packing and max-row-bytes are for chats: use "
                 "--data.rows "

@@ -122,14 +122,14 @@ def _join_completion(row: dict[str, Any], name: str, where: str) -> Chat:
     if isinstance(completion, str):
         completion = [{"role": ASSISTANT, "content": completion}]
     # a whole chat, or what follows the prompt
-    whole = completion if completion[: len(prompt)] == prompt else [*prompt, *completion]
-    if len(whole) < 2 or whole[-1]["role"] != ASSISTANT:
+    full = completion if completion[: len(prompt)] == prompt else [*prompt, *completion]
+    if len(full) < 2 or full[-1]["role"] != ASSISTANT:
         raise gate.refuse(
             where,
             f"`{name}` is not a completion of a prompt: give `prompt`, or the whole chat, ending "
             "with the assistant's turn",
         )
-    return Chat(whole, 1.0, where)
+    return Chat(full, 1.0, where)
 
 
 def chat_of(row: dict[str, Any], where: str) -> Chat:
@@ -328,7 +328,7 @@ def _build(
     """Tokenise all chats and write the cache files and the index into `folder`. Raises ValueError
     where there are none.
     """
-    ends, weights, hashes, said = [0], [], [], []
+    ends, weights, hashes, stated_weights = [0], [], [], []
     trained_in_all, untrained, largest = 0, 0, 0
     with (
         open(folder / "tokens.bin", "wb") as tokens,
@@ -342,7 +342,7 @@ def _build(
             marks.write(trained.astype(np.uint8).tobytes())
             ends.append(ends[-1] + len(ids))
             weights.append(chat.weight)
-            said.append(chat.said)
+            stated_weights.append(chat.said)
             # of tokens: equal chats in two files are copies
             hashes.append(xxhash.xxh3_64_intdigest(data))
             largest = max(largest, int(ids.max()))
@@ -355,7 +355,7 @@ def _build(
     np.save(folder / "offsets.npy", np.array(ends, "<i8"))
     np.save(folder / "weights.npy", np.array(weights, "<f4"))
     np.save(folder / "hashes.npy", np.array(hashes, "<u8"))
-    np.save(folder / "said.npy", np.array(said, "<f4"))
+    np.save(folder / "said.npy", np.array(stated_weights, "<f4"))
     index = {
         **origin,
         "examples": len(weights),
@@ -364,7 +364,8 @@ def _build(
         "untrained": untrained,
         "largest": largest,
         "content": hashlib.blake2b(
-            np.array(hashes, "<u8").tobytes() + np.array([weights, said], "<f4").tobytes(),
+            np.array(hashes, "<u8").tobytes()
+            + np.array([weights, stated_weights], "<f4").tobytes(),
             digest_size=8,
         ).hexdigest(),
     }

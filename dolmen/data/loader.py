@@ -199,8 +199,8 @@ class TextLoader(Loader):
     @property
     def validation_files(self) -> tuple[Path, ...]:
         """The held-out files, or () if some held-out document is not a whole file."""
-        whole = all(split.files for split in self.held_out)
-        return tuple(file for split in self.held_out for file in split.files) if whole else ()
+        whole_files = all(split.files for split in self.held_out)
+        return tuple(file for split in self.held_out for file in split.files) if whole_files else ()
 
 
 def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:

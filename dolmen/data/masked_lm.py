@@ -150,16 +150,16 @@ def cloze_for_tokenizer(
             "and their special tokens"
         )
     size, vocabulary = vocabulary_size(tokenizer), tokenizer.get_vocab()
-    begins = np.ones(size, bool)
+    word_starts = np.ones(size, bool)
     pieces = vocabulary.keys() - {*tokenizer.all_special_tokens}
     marked = any(piece.startswith(CONTINUES) for piece in pieces)
     spaced = any(piece.startswith(BEGINNINGS) for piece in pieces)
     for piece, token in vocabulary.items():
         if marked:
             # WordPiece marks what continues a word, the others what begins one
-            begins[token] = not piece.startswith(CONTINUES)
+            word_starts[token] = not piece.startswith(CONTINUES)
         elif spaced:
-            begins[token] = piece.startswith(BEGINNINGS)
+            word_starts[token] = piece.startswith(BEGINNINGS)
     ordinary = np.array(sorted(vocabulary[piece] for piece in pieces), np.int64)
     return Cloze(
         sequence_length,
@@ -167,7 +167,7 @@ def cloze_for_tokenizer(
         _require_token("sep", tokenizer.sep_token_id),
         _require_token("mask", tokenizer.mask_token_id),
         _require_token("pad", tokenizer.pad_token_id),
-        begins,
+        word_starts,
         ordinary,
         fraction,
         pairs,

@@ -282,11 +282,11 @@ class MegatronOrder:
         """Number of samples of each data set among the first `samples`."""
         # past the run's samples the turns repeat
         rounds, rest = divmod(samples, len(self.turns))
-        whole, part = (
+        full, part = (
             np.bincount(turns, minlength=len(self.parts))
             for turns in (self.turns, self.turns[:rest])
         )
-        return (rounds * whole + part).tolist()
+        return (rounds * full + part).tolist()
 
     def windows(self, first: int, count: int) -> Int64[np.ndarray, "count window"]:
         """Read samples first .. first + count - 1."""
@@ -299,8 +299,8 @@ class MegatronOrder:
         lines = []
         for which, sample in self.samples(first, count):
             order = self.orders[which]
-            begins = [begin for begin, _ in order.places(sample)]
-            spans = np.searchsorted(order.bounds, begins, side="right") - 1
+            starts = [begin for begin, _ in order.places(sample)]
+            spans = np.searchsorted(order.bounds, starts, side="right") - 1
             lines.append(f"{self.parts[which].name}: sequences {', '.join(map(str, spans))}")
         return lines
 

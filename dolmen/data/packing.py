@@ -63,15 +63,15 @@ def pack_pairs(lengths: Int64[np.ndarray, "items pieces"], room: int) -> list[li
             unit = len(rooms)
             rooms.append([room] * pieces)
             rows += [[] for _ in range(pieces)]
-        own = rooms[unit]
+        free = rooms[unit]
         # the longer piece goes into the emptier row: both stay filled alike
-        emptiest = sorted(range(pieces), key=lambda row: -own[row])
+        emptiest = sorted(range(pieces), key=lambda row: -free[row])
         largest = sorted(range(pieces), key=lambda piece: -sizes[piece])
         for row, piece in zip(emptiest, largest, strict=True):
             rows[unit * pieces + row].append(item * pieces + piece)
-            own[row] -= sizes[piece]
+            free[row] -= sizes[piece]
         # indexed again under its new room
-        units.add(unit, max(own), min(own))
+        units.add(unit, max(free), min(free))
     return rows
 
 
@@ -240,9 +240,9 @@ class PackedRows:
         place = 0
         for index in row:
             span = self.examples.span(index)
-            own = slice(span.start + self.first, span.stop)
-            here = slice(place, place + own.stop - own.start)
-            yield index, here, own
+            span_slice = slice(span.start + self.first, span.stop)
+            here = slice(place, place + span_slice.stop - span_slice.start)
+            yield index, here, span_slice
             place = here.stop
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Batch:
@@ -254,12 +254,12 @@ class PackedRows:
         numbers |= {name: np.zeros(shape, np.float32) for name in self.said}
         for row, indices in enumerate(rows):
             end = 0
-            for index, here, own in self.places(indices):
+            for index, here, span_slice in self.places(indices):
                 tokens[row, here], labels[row, here], counts = self._encode_example(index)
                 # all of an example has its first place as document start
                 weights[row, here], starts[row, here] = counts, here.start
                 for name, values in self.numbers.items():
-                    numbers[name][row, here] = values[own]
+                    numbers[name][row, here] = values[span_slice]
                 for name, values in self.said.items():
                     numbers[name][row, here] = values[index]
                 end = here.stop

@@ -128,9 +128,9 @@ class Template:
         """Render the chat: text, and the character span of each assistant turn, found by rendering
         the chat's beginnings.
         """
-        whole = self._render(chat, chat.messages)
+        full = self._render(chat, chat.messages)
         numbers = [i for i, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
-        return whole, [self._span(chat, whole, number) for number in numbers]
+        return full, [self._span(chat, full, number) for number in numbers]
 
     def _encode(
         self, text: str, spans: Sequence[tuple[int, int]]
@@ -155,8 +155,8 @@ class Template:
                 turns.append(slice(int(inside[0]), int(inside[-1]) + 1))
         return np.array(encoded.ids, np.int64), turns
 
-    def _span(self, chat: Chat, whole: str, number: int) -> tuple[int, int]:
-        """Character span of the assistant's message `number` in the rendered chat `whole`. Raises
+    def _span(self, chat: Chat, full: str, number: int) -> tuple[int, int]:
+        """Character span of the assistant's message `number` in the rendered chat `full`. Raises
         Refused where the template renders earlier messages differently once others follow.
         """
         messages = chat.messages
@@ -164,10 +164,10 @@ class Template:
             before = self._render(chat, messages[:number], prompt=True)
         else:  # few templates write no messages: what one without words begins with
             empty = self._render(chat, [{**messages[0], "content": ""}])
-            before = os.path.commonprefix([whole, empty])
+            before = os.path.commonprefix([full, empty])
         until = self._render(chat, messages[: number + 1])
         # some templates drop the reasoning of earlier turns
-        if not (whole.startswith(before) and whole.startswith(until) and len(before) <= len(until)):
+        if not (full.startswith(before) and full.startswith(until) and len(before) <= len(until)):
             raise gate.refuse(
                 chat.where,
                 f"the chat template writes the first {number + 1} messages differently when "

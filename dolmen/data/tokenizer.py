@@ -33,9 +33,9 @@ def _alphabet() -> dict[int, str]:
     the next code point from 256 on, as in GPT-2.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
+    unprintable = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {
-        byte: chr(256 + number) for number, byte in enumerate(others)
+        byte: chr(256 + number) for number, byte in enumerate(unprintable)
     }
 
 
@@ -212,8 +212,8 @@ def padding(tokenizer: PreTrainedTokenizer) -> int | None:
     None without one.
     """
     known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
-    own = [token for token in known if token is not None and token != tokenizer.eos_token_id]
-    return own[0] if own else None
+    usable = [token for token in known if token is not None and token != tokenizer.eos_token_id]
+    return usable[0] if usable else None
 
 
 def fingerprint(tokenizer: PreTrainedTokenizer) -> str:

@@ -95,12 +95,12 @@ def choose_held_out(tables: Sequence[np.ndarray], fraction: float) -> Choice:
     # large in any source: held out whole in none
     large = union([large_words(table) for table in tables])
     # what may be held out whole
-    others = [table[~np.isin(table["words"], large)] for table in tables]
+    kept_tables = [table[~np.isin(table["words"], large)] for table in tables]
     limit = np.uint64(int(fraction * 2**64))
     # one decision for all copies in all sources
-    chance = union([other["words"][other["words"] < limit] for other in others])
+    chance = union([other["words"][other["words"] < limit] for other in kept_tables])
     chosen, ends = [chance], []
-    for table, other in zip(tables, others, strict=True):
+    for table, other in zip(tables, kept_tables, strict=True):
         if np.isin(other["words"], chance).any():
             continue
         if len(other):
@@ -220,10 +220,10 @@ def ending(
 
 def seams(corpus: Corpus, index: int, length: int, size: int) -> np.ndarray:
     """Tokens and bytes of a document up to the end of each of its pieces, int64 [pieces, 2]."""
-    own = corpus.seams[corpus.seams["document"] == index]
-    if not len(own):
+    document_seams = corpus.seams[corpus.seams["document"] == index]
+    if not len(document_seams):
         return np.array([[length - 1, size]])
-    return np.stack([own["tokens"], own["bytes"]], 1)
+    return np.stack([document_seams["tokens"], document_seams["bytes"]], 1)
 
 
 def document(source: DataSource, index: int, text_field: str) -> Iterator[str]:
@@ -339,12 +339,12 @@ def divide_one(
         stops[index] = starts[index] + cut.token
     trained = ~(masks.whole | masks.variant)
 
-    whole = first_copies(words, masks.whole, validated)
+    full = first_copies(words, masks.whole, validated)
     ends = first_copies(words, masks.cut, validated)
-    parts = [split_documents(corpus, whole, why)] if len(whole) else []
+    parts = [split_documents(corpus, full, why)] if len(full) else []
     parts += [document_end(corpus, index, cuts[int(index)]) for index in ends]
     # neither trained on nor validated
-    copies = np.setdiff1d(np.flatnonzero(~trained), whole)
+    copies = np.setdiff1d(np.flatnonzero(~trained), full)
     return Division(
         corpus.stream(starts[trained], stops[trained]),
         join_parts(parts) if parts else None,
@@ -406,8 +406,10 @@ def split_documents(corpus: Corpus, indices: Iterable[int], why: str = "") -> Va
     """
     chosen = np.asarray(indices)
     stream = corpus.stream(corpus.offsets[chosen], corpus.offsets[chosen + 1])
-    whole = (corpus.documents["file"][chosen] >= 0).all()
-    files = tuple(corpus.files[number] for number in corpus.documents["file"][chosen] if whole)
+    whole_files = (corpus.documents["file"][chosen] >= 0).all()
+    files = tuple(
+        corpus.files[number] for number in corpus.documents["file"][chosen] if whole_files
+    )
     note = (
         f"{len(chosen):,} of {corpus.document_count:,} documents of {corpus.name}, "
         f"{len(stream):,} tokens{why}"
@@ -435,12 +437,12 @@ def join_parts(parts: Sequence[ValidationSplit]) -> ValidationSplit:
     """Join the validation splits of one source into one."""
     if len(parts) == 1:
         return parts[0]
-    whole = all(part.files for part in parts)
+    whole_files = all(part.files for part in parts)
     return ValidationSplit(
         TokenStream.join([part.stream for part in parts]),
         sum(part.documents for part in parts),
         total_size([part.size for part in parts]),
-        tuple(file for part in parts for file in part.files) if whole else (),
+        tuple(file for part in parts for file in part.files) if whole_files else (),
         "; ".join(part.note for part in parts),
         parts[0].name,
     )

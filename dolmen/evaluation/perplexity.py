@@ -186,15 +186,15 @@ def score_rows(
         for group in _groups(model, rows, mesh, order.micros):
             local_rows = group.rows[mesh.dp.rank * group.each : (mesh.dp.rank + 1) * group.each]
             batch = _batch(model, rows, local_rows, group)
-            found = forward.forward(model, batch, mesh, order, _score_sequences)
-            if found and len(local_rows):
-                sums[:, torch.from_numpy(local_rows)] = torch.cat(found, 1)[:, : len(local_rows)]
+            scores = forward.forward(model, batch, mesh, order, _score_sequences)
+            if scores and len(local_rows):
+                sums[:, torch.from_numpy(local_rows)] = torch.cat(scores, 1)[:, : len(local_rows)]
             done += int((rows.lengths - rows.firsts)[group.rows].sum())
             reach(done)
     # each row is on one rank of dp, each of its tokens on one of cp, and its end on one of pp
     # tp ranks hold equal sums: each is added tp times
-    whole = collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size
-    likelihoods, correct = np.array(device.read_back(whole), np.float64).reshape(2, -1)
+    totals = collectives.reduce_scalar(sums, mesh.world) / mesh.tp.size
+    likelihoods, correct = np.array(device.read_back(totals), np.float64).reshape(2, -1)
     return RowScores(likelihoods, correct.astype(np.int64))
 
 
@@ -247,9 +247,9 @@ def _score_sequences(hidden: Tensor, head: Any, part: Batch) -> Float64[Tensor, 
     """Per sequence of a microbatch, over this cp rank's tokens: sum of log-probabilities, and
     number of tokens that are the argmax.
     """
-    found, argmax = head.log_probabilities_and_argmax(hidden, part.labels)
+    log_probs, argmax = head.log_probabilities_and_argmax(hidden, part.labels)
     right = argmax == head.here(part.labels)
-    return torch.stack((found.double().sum(1), right.double().sum(1)))
+    return torch.stack((log_probs.double().sum(1), right.double().sum(1)))
 
 
 @dataclass(frozen=True)
@@ -346,18 +346,18 @@ def open_text(
     text_options = {field.name: getattr(config, field.name) for field in fields(TextConfig)}
     data = DataConfig(**text_options, validation_fraction=0)
     # a text shorter than a window is a text
-    found = inputs.check_inputs(
+    checked = inputs.check_inputs(
         data, tokenizer_folder(source), None, sequence_length=0, progress=progress
     )
-    check_vocabulary(found.tokenizer, model.vocab_size, trained=True)
-    if found.sources[0].weight is not None:
+    check_vocabulary(checked.tokenizer, model.vocab_size, trained=True)
+    if checked.sources[0].weight is not None:
         raise ValueError(
             "--data.path: weights are for training mixtures; all of the text is evaluated: leave "
             "them out"
         )
-    (text,) = found.sources
-    corpus = open_corpus(text, data, found, progress, verify)
-    return windows(corpus, found.end_of_text, window, stride)
+    (text,) = checked.sources
+    corpus = open_corpus(text, data, checked, progress, verify)
+    return windows(corpus, checked.end_of_text, window, stride)
 
 
 def window_of(model: ModelSpec, window: int | None, stride: int | None) -> tuple[int, int]:

@@ -337,16 +337,16 @@ def gradient_rows(model: Decoder, reference: dict[str, Tensor] | None) -> list[V
     if reference is None:
         return [VerifyRow("gradient norm", 0, 0), VerifyRow("gradients", 0, 0)]
     norms = {name: torch.linalg.vector_norm(g).item() for name, g in reference.items()}
-    whole = math.hypot(*norms.values())
+    full = math.hypot(*norms.values())
     relative = {
-        name: differences[name] / max(norms[name], FLOOR * whole) if whole else math.nan
+        name: differences[name] / max(norms[name], FLOOR * full) if full else math.nan
         for name in differences
     }
     worst = max(
         relative, key=lambda name: math.inf if math.isnan(relative[name]) else relative[name]
     )
     return [
-        relative_row("gradient norm", math.sqrt(ours), whole, NORM),
+        relative_row("gradient norm", math.sqrt(ours), full, NORM),
         VerifyRow("gradients", relative[worst], GRADIENT, f"relative; worst is {worst}"),
     ]
 

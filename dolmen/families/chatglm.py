@@ -286,8 +286,15 @@ def chatglm2_rules(spec: ModelSpec) -> list[Rule]:
 
 def is_chatglm2_config(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json has fields that ChatGLM-6B lacks."""
-    own = {"padded_vocab_size", "ffn_hidden_size", "kv_channels", "multi_query_attention"}
-    return bool({*own, "multi_query_group_num", "add_qkv_bias", "seq_length"} & config.keys())
+    chatglm_fields = {
+        "padded_vocab_size",
+        "ffn_hidden_size",
+        "kv_channels",
+        "multi_query_attention",
+    }
+    return bool(
+        {*chatglm_fields, "multi_query_group_num", "add_qkv_bias", "seq_length"} & config.keys()
+    )
 
 
 def frame_chatglm2(tokens: list[int], ids: Ids) -> list[int]:

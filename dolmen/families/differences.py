@@ -91,12 +91,12 @@ def differences(one: ModelSpec, other: ModelSpec) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def _is_inside_difference(name: str, found: dict[str, tuple[Any, Any]]) -> bool:
+def _is_inside_difference(name: str, differing: dict[str, tuple[Any, Any]]) -> bool:
     """Return whether the value at `name` lies in a component that is itself among the differences
-    (`found`).
+    (`differing`).
     """
     parts = name.split(".")
-    return any(".".join(parts[:n]) in found for n in range(1, len(parts)))
+    return any(".".join(parts[:n]) in differing for n in range(1, len(parts)))
 
 
 def _display_name(name: str) -> str:

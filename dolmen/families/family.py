@@ -47,12 +47,14 @@ class OuterModel:
         """Return the config.json of this model from the outer one, with the special tokens and
         dtype it inherits. Raises ValueError if it is missing.
         """
-        own = content.get(self.field)
-        if not isinstance(own, dict):
-            raise ValueError(f"{self.field} is {brief(own)}: it must be the config.json of a model")
+        field_value = content.get(self.field)
+        if not isinstance(field_value, dict):
+            raise ValueError(
+                f"{self.field} is {brief(field_value)}: it must be the config.json of a model"
+            )
         # the inner config.json wins where both state a field
         carried = {name: content[name] for name in INHERITED if name in content}
-        return {**carried, **own, "model_type": model_type}
+        return {**carried, **field_value, "model_type": model_type}
 
     def name(self, stored: str) -> str:
         """Return the name that a tensor of the outer checkpoint has in a checkpoint of the text
@@ -249,13 +251,13 @@ class Family:
         fields = {n: f.kind for f in self.fields if not f.ours for n in (f.name, *f.aliases)}
         # under "dolmen", where unknown keys are errors
         ours = {f.name: f.kind for f in self.fields if f.ours}
-        others = {
+        other_names = {
             RESERVED: typed_dict({}, ours, rest=None),
             **kinds.SPECIAL_TOKENS,
             **dict.fromkeys(("dtype", "torch_dtype"), kinds.NAME | None),
             "auto_map": dict[str, kinds.NAME | list[kinds.NAME | None]] | None,
         }
-        return typed_dict({"model_type": kinds.NAME}, fields | others)
+        return typed_dict({"model_type": kinds.NAME}, fields | other_names)
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -325,9 +327,9 @@ def fill_defaults(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
     own fields, which are nested under "dolmen" in a file, at the top level.
     """
     ours = {RESERVED, *(field.name for field in family.fields if field.ours)}
-    others = {n: v for n, v in canonical_names(family, config).items() if n not in ours}
+    unchanged = {n: v for n, v in canonical_names(family, config).items() if n not in ours}
     # later ones win: defaults, then what the file states, then dolmen's own fields
-    return {**{f.name: f.default for f in family.fields}, **others, **config.get(RESERVED, {})}
+    return {**{f.name: f.default for f in family.fields}, **unchanged, **config.get(RESERVED, {})}
 
 
 def nest_own_fields(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -335,9 +337,9 @@ def nest_own_fields(family: Family, fields: Mapping[str, Any]) -> dict[str, Any]
     inverse of what `fill_defaults` does with them.
     """
     ours = {field.name for field in family.fields if field.ours} & fields.keys()
-    own = {name: fields[name] for name in fields if name in ours}
+    stated = {name: fields[name] for name in fields if name in ours}
     rest = {name: value for name, value in fields.items() if name not in ours}
-    return {**rest, RESERVED: {**rest.get(RESERVED, {}), **own}} if own else rest
+    return {**rest, RESERVED: {**rest.get(RESERVED, {}), **stated}} if stated else rest
 
 
 def _spellings(field: Field, config: Mapping[str, Any]) -> list[str]:

@@ -41,8 +41,8 @@ def read(config: dict[str, Any]) -> ModelSpec:
     chosen experts' logits, which equals the softmax over all, normalised.
     """
     # YaRN is the default of its config class
-    whole = {**config, **PLAIN, "rope_parameters": config["rope_parameters"] or ROPE}
-    sparse = experts.read(whole, config["intermediate_size"], normalise=True)
+    full = {**config, **PLAIN, "rope_parameters": config["rope_parameters"] or ROPE}
+    sparse = experts.read(full, config["intermediate_size"], normalise=True)
     sparse = replace(
         sparse,
         # instead of the silu that FIELDS would give
@@ -52,7 +52,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
     )
     bias = config["attention_bias"]
     spec = llama.read_llama_like(
-        whole, mlp=lambda _: sparse, windows=layer_windows(config), qkv_bias=bias, o_bias=bias
+        full, mlp=lambda _: sparse, windows=layer_windows(config), qkv_bias=bias, o_bias=bias
     )
     blocks = [replace(b, mixer=replace(b.mixer, sinks=True)) for b in spec.blocks]
     return replace(spec, runs=group_repeats(blocks))

@@ -19,10 +19,10 @@ def read(config: dict[str, Any]) -> ModelSpec:
     spec = llama.read_llama_like(config, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias)
     scale = float(config["attention_multiplier"])
     # the default scale is None, so that equal models have equal specs
-    own = None if scale == common.attention(spec).head_size ** -0.5 else scale
+    multiplier = None if scale == common.attention(spec).head_size ** -0.5 else scale
     added = SequentialResidual(branch_scale=float(config["residual_multiplier"]))
     spec = common.map_blocks(
-        spec, lambda b: replace(b, mixer=replace(b.mixer, scale=own), arrangement=added)
+        spec, lambda b: replace(b, mixer=replace(b.mixer, scale=multiplier), arrangement=added)
     )
     return replace(
         spec,

@@ -37,14 +37,14 @@ def rules(spec: ModelSpec) -> list[Rule]:
         "feed_forward.w3": "mlp.up",
         "feed_forward.w2": "mlp.down",
     }
-    own = [
+    renames = [
         Rename("model.tok_embeddings", "embed"),
         Split(layer + "attention.wqkv", common.QKV, mixer.kv_heads, (group, 1, 1)),
         *(Rename(layer + hf, ours + name) for hf, name in names.items()),
         Rename("output", "head"),
     ]
     norms = {"attention_norm": "attn_norm", "ffn_norm": "mlp_norm"}
-    return llama.llama_like_rules(spec, norms, instead=own)
+    return llama.llama_like_rules(spec, norms, instead=renames)
 
 
 INTERNLM2 = Family(

@@ -56,9 +56,9 @@ def phi_rules(spec: ModelSpec) -> list[Rule]:
         "mlp.fc1": "mlp.up",
         "mlp.fc2": "mlp.down",
     }
-    own = [Rename(llama.LAYER + hf, f"layers.{{}}.{ours}") for hf, ours in names.items()]
-    own.append(Rename("model.final_layernorm", "final_norm"))
-    return llama.llama_like_rules(spec, {"input_layernorm": "norm"}, instead=own)
+    renames = [Rename(llama.LAYER + hf, f"layers.{{}}.{ours}") for hf, ours in names.items()]
+    renames.append(Rename("model.final_layernorm", "final_norm"))
+    return llama.llama_like_rules(spec, {"input_layernorm": "norm"}, instead=renames)
 
 
 PHI = Family(

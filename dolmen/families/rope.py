@@ -403,12 +403,12 @@ def spell(
     outer_fields |= {name: wanted[name] for name in outer if name in wanted and name in config}
     # spelling of transformers 5, also for a config.json that states no rope yet
     if "rope_parameters" in config or not {"rope_scaling", *outer_fields} & config.keys():
-        own = _unknown_entries(config.get("rope_parameters"))
+        unknown = _unknown_entries(config.get("rope_parameters"))
         # it would win over rope_parameters (`stated_rope`)
         if config.get("rope_scaling"):
             extra["rope_scaling"] = None
         extra |= {name: value for name, value in outer_fields.items() if name in config}
-        stated = own | {k: v for k, v in wanted.items() if k in uses}
+        stated = unknown | {k: v for k, v in wanted.items() if k in uses}
         return {"rope_parameters": stated, **extra}
     # spelling of transformers 4: base and fraction at top level, the rest in rope_scaling
     scaling = _unknown_entries(config.get("rope_scaling"))
@@ -420,6 +420,8 @@ def spell(
     }
 
 
-def _unknown_entries(own: Mapping[str, Any] | None) -> dict[str, Any]:
+def _unknown_entries(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a copy of a mapping's entries that are no rope fields known here."""
-    return {name: deepcopy(value) for name, value in (own or {}).items() if name not in NAMES}
+    return {
+        name: deepcopy(value) for name, value in (parameters or {}).items() if name not in NAMES
+    }

@@ -55,8 +55,8 @@ def special_ids(config: Mapping[str, Any], **fields: str) -> dict[str, int | Non
     """Return key -> token id (None: unknown) for every key of NAMES. A key that the field
     special_tokens lacks is read from the family's own field, `fields` being key -> name of it.
     """
-    own = config[SPECIAL_TOKENS.name] or {}
-    ids = {name: own.get(name) for name in NAMES}
+    stated = config[SPECIAL_TOKENS.name] or {}
+    ids = {name: stated.get(name) for name in NAMES}
     for name, field in fields.items():
         if ids[name] is None:
             ids[name] = config[field]
@@ -122,8 +122,8 @@ def add_special_ids(model: Model, specified: Ids, vocabulary: Callable[[], Ids])
     ids = {**ids_in_vocabulary(vocabulary()), **known, **specified}
     if ids == known:
         return model
-    own = model.config.get(RESERVED, {})
-    return Model({**model.config, RESERVED: {**own, SPECIAL_TOKENS.name: ids}})
+    reserved = model.config.get(RESERVED, {})
+    return Model({**model.config, RESERVED: {**reserved, SPECIAL_TOKENS.name: ids}})
 
 
 def frame_prompt(model: Model, tokens: list[int]) -> list[int]:

@@ -37,8 +37,8 @@ def write(spec: ModelSpec) -> dict[str, Any]:
 def rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of StarCoder2."""
     names = {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
-    own = [Rename(llama.LAYER + hf, f"layers.{{}}.{ours}") for hf, ours in names.items()]
-    return llama.llama_like_rules(spec, instead=own)
+    renames = [Rename(llama.LAYER + hf, f"layers.{{}}.{ours}") for hf, ours in names.items()]
+    return llama.llama_like_rules(spec, instead=renames)
 
 
 DROPOUT = ("residual_dropout", "embedding_dropout")

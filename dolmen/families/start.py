@@ -45,14 +45,14 @@ def start_model(model: Model | None, model_type: str | None) -> StartModel:
     )
 
 
-def apply_options(start: StartModel, said: Mapping[str, Any]) -> Model | None:
-    """Return the model with the options applied (`said`: field path -> value); options equal to
+def apply_options(start: StartModel, options: Mapping[str, Any]) -> Model | None:
+    """Return the model with the options applied (`options`: field path -> value); options equal to
     what it has change nothing. None if nothing specifies a model. Raises ValueError for an
     impossible model.
     """
-    whole = explicit_fields(start.model)
+    full = explicit_fields(start.model)
     # unchanged values would only rewrite the config.json's spelling
-    news = {path: value for path, value in said.items() if value != _value(whole, path)}
+    news = {path: value for path, value in options.items() if value != _value(full, path)}
     if not news and not start.wanted:
         return None
     if start.bare:
@@ -90,10 +90,10 @@ def field_from_words(field: Field, words: Words, option: str) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _value(whole: Mapping[str, Any], path: str) -> Any:
+def _value(full: Mapping[str, Any], path: str) -> Any:
     """Return the value at a path, `name` or `name.inner`, of explicit fields."""
     name, _, inner = path.partition(".")
-    return (whole[name] or {}).get(inner) if inner else whole[name]
+    return (full[name] or {}).get(inner) if inner else full[name]
 
 
 def _convert_family(model: Model, model_type: str) -> Model:
@@ -104,14 +104,14 @@ def _convert_family(model: Model, model_type: str) -> Model:
     try:
         return convert_family(model, model_type)
     except ValueError:
-        whole = explicit_fields(model)
+        full = explicit_fields(model)
         # by any name a field of the old family has in the new one
         shared = {
-            other.names[name]: whole[field.name]
+            other.names[name]: full[field.name]
             for field in model.family.fields
             if field.help or field.nested
             for name in (field.name, *field.aliases, *field.common)
-            if name in other.names and whole[field.name] is not None
+            if name in other.names and full[field.name] is not None
         }
         try:
             return model_from_fields(model_type, shared)

@@ -84,8 +84,12 @@ def lost_on_export(model: Model) -> dict[str, Any]:
     """Return the dolmen fields without which the exported config.json would be read as another
     model.
     """
-    others, own = assumed_fields(Model(model.export_config())), model.config.get(RESERVED, {})
-    return {name: own[name] for name in others if name in own and own[name] != others[name]}
+    assumed, reserved = assumed_fields(Model(model.export_config())), model.config.get(RESERVED, {})
+    return {
+        name: reserved[name]
+        for name in assumed
+        if name in reserved and reserved[name] != assumed[name]
+    }
 
 
 def export_warning(model: Model) -> str | None:

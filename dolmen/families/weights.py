@@ -136,11 +136,11 @@ def _shapes_by_field(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
     """Yield (field, shape that the tensor `stored` has with another value of it) for every integer
     field: doubled, halved or 1, whichever first gives a model.
     """
-    whole = explicit_fields(model)
+    full = explicit_fields(model)
     # all fields explicit, so that changing one leaves the others as they are
-    plain = Model(nest_own_fields(model.family, {**whole, "model_type": model.model_type}))
+    plain = Model(nest_own_fields(model.family, {**full, "model_type": model.model_type}))
     plain = with_scalar_head(plain) if isinstance(model.spec.head, ScalarHeadSpec) else plain
-    for name, value in whole.items():
+    for name, value in full.items():
         if isinstance(value, int) and not isinstance(value, bool):
             # a field may be bound to others (heads divide the width): the first value that gives a
             # model

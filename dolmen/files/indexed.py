@@ -101,10 +101,10 @@ def read(file: Path) -> Indexed:
         return np.ndarray(count, dtype, content, offset)
 
     at = HEAD.size + 4 * sequences
-    lengths, begins = column("<i4", sequences, HEAD.size), column("<i8", sequences, at)
+    lengths, starts = column("<i4", sequences, HEAD.size), column("<i8", sequences, at)
     firsts = column("<i8", documents, HEAD.size + 12 * sequences)
     modes = column("<i1", sequences, least) if sequences and size > least else None
-    check_sequences(index, lengths, begins, DTYPES[code].itemsize)
+    check_sequences(index, lengths, starts, DTYPES[code].itemsize)
     check_documents(index, firsts, sequences)
     tokens = int(np.sum(lengths, dtype=np.int64))
     return Indexed(_map_tokens(file, tokens, DTYPES[code]), lengths, firsts, modes)
@@ -113,10 +113,10 @@ def read(file: Path) -> Indexed:
 def check_sequences(
     index: Path,
     lengths: Int32[np.ndarray, " sequences"],
-    begins: Int64[np.ndarray, " sequences"],
+    starts: Int64[np.ndarray, " sequences"],
     itemsize: int,
 ) -> None:
-    """Raise Refused unless the sequences, which begin at bytes `begins`, follow one another from
+    """Raise Refused unless the sequences, which begin at bytes `starts`, follow one another from
     byte 0.
     """
     if len(lengths) and lengths.min() < 0:
@@ -124,12 +124,12 @@ def check_sequences(
         raise refuse(index, f"sequence {at} has {lengths[at]} tokens")
     # int64: int32 overflows at 2 G tokens
     ends = np.cumsum(lengths, dtype=np.int64) * itemsize
-    wrong = begins != ends - lengths.astype(np.int64) * itemsize
+    wrong = starts != ends - lengths.astype(np.int64) * itemsize
     if wrong.any():
         at = int(np.argmax(wrong))
         raise refuse(
             index,
-            f"sequence {at} begins at byte {begins[at]:,}, and those before it, of {itemsize} "
+            f"sequence {at} begins at byte {starts[at]:,}, and those before it, of {itemsize} "
             f"bytes per token, end at {ends[at - 1] if at else 0:,}: sequences must follow one "
             "another",
         )
@@ -192,8 +192,8 @@ def save(
     targets = check_free(file)
     parts = [target.with_name(f"{target.name}.part") for target in targets]
     # in bytes
-    begins = (np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize
-    columns = [lengths.astype("<i4"), begins.astype("<i8"), documents.astype("<i8")]
+    starts = (np.cumsum(lengths, dtype=np.int64) - lengths) * dtype.itemsize
+    columns = [lengths.astype("<i4"), starts.astype("<i8"), documents.astype("<i8")]
     columns += [] if modes is None else [modes.astype("<i1")]
     head = HEAD.pack(MAGIC, VERSION, CODES[dtype], len(lengths), len(documents))
     try:

@@ -11,26 +11,26 @@ from typing import Any
 
 PRELUDE = """
 import json, resource, sys
-given = json.load(sys.stdin)
-sys.path[:] = given["path"]
+inputs = json.load(sys.stdin)
+sys.path[:] = inputs["path"]
 def limit():
-    resource.setrlimit(resource.RLIMIT_CPU, (given["seconds"],) * 2)
-    resource.setrlimit(resource.RLIMIT_AS, (given["memory"],) * 2)
+    resource.setrlimit(resource.RLIMIT_CPU, (inputs["seconds"],) * 2)
+    resource.setrlimit(resource.RLIMIT_AS, (inputs["memory"],) * 2)
 """
 OVER_TIME = (-signal.SIGXCPU, -signal.SIGKILL)
 """Exit codes of a process that has used its CPU time."""
 
 
 def run_limited(
-    code: str, given: Mapping[str, Any], *, seconds: int, memory: int
+    code: str, inputs: Mapping[str, Any], *, seconds: int, memory: int
 ) -> subprocess.CompletedProcess[str]:
     """Run `code` in a subprocess and return its exit code and output. The code finds its input in
-    the dict `given` and calls `limit()` after its imports: from there on it has `seconds` of CPU
+    the dict `inputs` and calls `limit()` after its imports: from there on it has `seconds` of CPU
     time and `memory` bytes.
     """
     # -I: nothing is imported from the working folder, so modules are found on our own path
     path = [path for path in sys.path if path]
-    request = {**given, "path": path, "seconds": seconds, "memory": memory}
+    request = {**inputs, "path": path, "seconds": seconds, "memory": memory}
     return subprocess.run(
         [sys.executable, "-I", "-c", PRELUDE + code],
         input=json.dumps(request),

@@ -26,7 +26,7 @@ LONGEST = 1 << 30  # bytes of a line
 class Lines:
     """A file of lines that one process at a time appends to, not through a link."""
 
-    def __init__(self, file: Path, whole: Callable[[bytes], bool], new: bool = False):
+    def __init__(self, file: Path, full: Callable[[bytes], bool], new: bool = False):
         """Open or create the file, lock it, and truncate it before the first line for which
         `whole(line)` is False. `count` is the number of lines that are left.
 
@@ -42,7 +42,7 @@ class Lines:
         with open(self.descriptor, "rb", closefd=False) as stream:
             for line in iter(lambda: stream.readline(LONGEST), b""):
                 # the first torn line ends the file: nothing behind it was synced
-                if not (line.endswith(b"\n") and whole(line)):
+                if not (line.endswith(b"\n") and full(line)):
                     break
                 self.count, end = self.count + 1, end + len(line)
         os.ftruncate(self.descriptor, end)

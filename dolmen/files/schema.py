@@ -114,24 +114,24 @@ def _restrict_fields(node: dict[str, Any]) -> Any:
     """Return the schema of a TypedDict that compares its other fields first: pydantic's own would
     report an error for each.
     """
-    others, rest = None, node.pop("extras_schema", core_schema.any_schema())
+    validator, rest = None, node.pop("extras_schema", core_schema.any_schema())
     if node.pop("extra_behavior", None) != "forbid":
         name: Any = _restrict({"type": "str"})
-        others = SchemaValidator(core_schema.dict_schema(name, rest, fail_fast=True))
+        validator = SchemaValidator(core_schema.dict_schema(name, rest, fail_fast=True))
     known: Any = node
-    check = partial(_check_others, tuple(node["fields"]), others)
+    check = partial(_check_others, tuple(node["fields"]), validator)
     # the name by which others refer to this schema is that of the outermost one
     ref = node.pop("ref", None)
     return core_schema.no_info_before_validator_function(check, known, ref=ref)
 
 
-def _check_others(known: Sequence[str], others: SchemaValidator | None, value: Any) -> Any:
+def _check_others(known: Sequence[str], validator: SchemaValidator | None, value: Any) -> Any:
     """Return the value for a TypedDict with the fields `known`; raise pydantic's error if it has
-    other fields that `others` does not allow, or any where it is None.
+    other fields that `validator` does not allow, or any where it is None.
     """
     rest = {n: item for n, item in value.items() if n not in known} if type(value) is dict else {}
-    if others is not None:
-        others.validate_python(rest)
+    if validator is not None:
+        validator.validate_python(rest)
     elif rest:
         names = f"known are {', '.join(known)}" if known else "it can have none"
         text = f"{describe_value(next(iter(rest)))}: {names}"

@@ -202,11 +202,11 @@ def _inside(value: Value) -> bytes:
     return value
 
 
-def _number(found: dict[int, Value], number: int, default: int) -> int:
+def _number(fields: dict[int, Value], number: int, default: int) -> int:
     """Return the value of a field that must be a number, or the default. Raises ValueError for
     bytes.
     """
-    value = found.get(number, default)
+    value = fields.get(number, default)
     if not isinstance(value, int):
         raise ValueError("it has bytes in place of a number")
     return value

@@ -41,11 +41,11 @@ PROBE = """
 from tokenizers import Tokenizer
 limit()
 try:
-    tokenizer = Tokenizer.from_str(json.dumps(given["tokenizer"]))
+    tokenizer = Tokenizer.from_str(json.dumps(inputs["tokenizer"]))
 except Exception:
     sys.exit(0)  # transformers will say it in words
 try:
-    for text in given["texts"]:
+    for text in inputs["texts"]:
         if tokenizer.normalizer:
             tokenizer.normalizer.normalize_str(text)
         if tokenizer.pre_tokenizer:

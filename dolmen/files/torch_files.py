@@ -369,8 +369,8 @@ def read_archive(stream: BinaryIO, position: int = 0) -> Any:
             raise ValueError("it is compressed")
         order = f"{root}/byteorder"
         if order in entries:
-            with archive.open(entries[order]) as said:
-                if said.read(6) != b"little":
+            with archive.open(entries[order]) as order_file:
+                if order_file.read(6) != b"little":
                     raise ValueError("its numbers are big-endian")
         if entries[pickled].file_size > MOST:
             raise ValueError(f"its pickle has more than {MOST:,} bytes")

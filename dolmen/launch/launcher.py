@@ -221,8 +221,8 @@ def _reports() -> Iterator[str]:
         _delete_if_left(left)
     with tempfile.TemporaryDirectory(prefix=PREFIX) as reports:
         part = Path(reports) / f"{OURS}.part"
-        with open(part, "w") as held:
-            filesystem.lock(held)
+        with open(part, "w") as stream:
+            filesystem.lock(stream)
             part.rename(part.with_name(OURS))  # never seen without its lock
             yield reports
 

@@ -148,8 +148,8 @@ def job() -> str:
         return f"run {named}"
     launcher = os.getppid()
     # field 22 of stat: when the launcher started, as its pid may be used again
-    began = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]
-    return f"{socket.gethostname()} {launcher} {began}"
+    start_time = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    return f"{socket.gethostname()} {launcher} {start_time}"
 
 
 @contextmanager

@@ -197,13 +197,13 @@ class Watch:
 
     def _read_heartbeats(self) -> dict[int, dict]:
         """Return every rank's last heartbeat; {} for a file that is missing or unreadable."""
-        found = {}
+        states = {}
         for rank in range(self.ranks):
             try:
-                found[rank] = gate.read_json(self._file(rank), kinds.HEARTBEAT)
+                states[rank] = gate.read_json(self._file(rank), kinds.HEARTBEAT)
             except gate.Refused:
-                found[rank] = {}
-        return found
+                states[rank] = {}
+        return states
 
     def _read_stack(self, rank: int) -> str:
         """Return the newest main-thread stack in a rank's file (of all threads where it could not

@@ -162,9 +162,9 @@ def initialize(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:
             param = model.spec.params[name]
             if param.int8 or magnitude_name(name) in model.spec.params:
                 # the whole weight: its scale, or DoRA's row norms, follow from full rows
-                whole = torch.empty(param.shape, device=p.device)
-                _initialize_param(whole, name, seed, model.spec)
-                _write(model, name, whole)
+                full = torch.empty(param.shape, device=p.device)
+                _initialize_param(full, name, seed, model.spec)
+                _write(model, name, full)
             else:
                 _initialize_param(p, name, seed, model.spec)
 
@@ -240,7 +240,8 @@ def load_inference_weights(
         delayed.on(mesh.device)
     # tensors that each packed module still waits for
     coming = {
-        part: {own for own, _ in part.named_parameters(recurse=False)} for part in alone.values()
+        part: {param_name for param_name, _ in part.named_parameters(recurse=False)}
+        for part in alone.values()
     }
     # modules whose plain memory is allocated
     allocated: set[str] = set()
@@ -249,14 +250,14 @@ def load_inference_weights(
         """Write one tensor; allocate its module at the module's first tensor, and pack and free it
         after its last.
         """
-        owner, _, own = name.rpartition(".")
+        owner, _, param_name = name.rpartition(".")
         if owner not in alone:
             return write(name, value)
         if owner not in allocated:
             allocated.add(owner)
             alone[owner].to_empty(device=mesh.device, recurse=False)
         write(name, value)
-        coming[alone[owner]].remove(own)
+        coming[alone[owner]].remove(param_name)
         if not any(coming[part] for part in alone[owner].fused):
             # the last tensor has come: pack, and give the plain memory back
             alone[owner].free_weights(weights)

@@ -109,11 +109,11 @@ def activation_bytes_per_layer(
     q, k = heads * attention.head_size, kv_heads * attention.head_size
     inside = e * (q + 2 * k) + e * q  # q, k, v; the input of the output projection
     if attention.qk_norm:
-        width, own = (attention.qk_norm_of == of for of in ("width", "each head"))
+        width, norm_per_head = (attention.qk_norm_of == of for of in ("width", "each head"))
         per_head = 2 if attention.qk_norm.kind == "layernorm" else 1
         numbers = 2 if width else per_head * (heads + kv_heads)
         # what the weight of each head multiplies is kept too
-        inside += (2 if own else 1) * e * (q + k) + 4 * numbers
+        inside += (2 if norm_per_head else 1) * e * (q + k) + 4 * numbers
     # clamp keeps its input for the mask of its gradient
     if attention.clip is not None:
         inside += e * (q + 2 * k)

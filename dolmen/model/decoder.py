@@ -149,8 +149,8 @@ class Decoder(nn.Module):
         """Build the embedding table `name` (positions, second stream, or token types); None if the
         model has none, and on ranks without the first stage.
         """
-        own = select_prefix(self.spec.params, name)
-        return PositionEmbedding(table, own) if self.split.first and table and own else None
+        params = select_prefix(self.spec.params, name)
+        return PositionEmbedding(table, params) if self.split.first and table and params else None
 
     def _add_head(self) -> None:
         """Set the modules after the last block. A module is None if the model has none of its kind,
@@ -158,21 +158,31 @@ class Decoder(nn.Module):
         """
         spec, tp, last, kernels = self.spec, self.tp, self.split.last, self.split.kernels
         # no leaves: no module, on ranks without the last stage as in models without one
-        own = {name: select_prefix(spec.params, name) if last else {} for name in HEAD_MODULES}
+        head_params = {
+            name: select_prefix(spec.params, name) if last else {} for name in HEAD_MODULES
+        }
         self.final_norm = (
-            Norm(spec.final_norm, own["final_norm"], kernels) if last and spec.final_norm else None
+            Norm(spec.final_norm, head_params["final_norm"], kernels)
+            if last and spec.final_norm
+            else None
         )
-        self.project_out = ReplicatedLinear(own["project_out"], tp) if own["project_out"] else None
+        self.project_out = (
+            ReplicatedLinear(head_params["project_out"], tp) if head_params["project_out"] else None
+        )
         # rows that are normalized first are read as they are, not multiplied
         head = ParameterModule if spec.head.normalised else ColumnParallelLinear
-        self.head = head(own["head"]) if own["head"] else None
-        self.score = ParameterModule(own["score"]) if own["score"] else None
+        self.head = head(head_params["head"]) if head_params["head"] else None
+        self.score = ParameterModule(head_params["score"]) if head_params["score"] else None
         transform = spec.head.transform
         self.transform = (
-            HeadTransform(transform, own["transform"], tp, kernels) if last and transform else None
+            HeadTransform(transform, head_params["transform"], tp, kernels)
+            if last and transform
+            else None
         )
-        self.pooler = ReplicatedLinear(own["pooler"], tp) if own["pooler"] else None
-        self.follows = ReplicatedLinear(own["follows"], tp) if own["follows"] else None
+        self.pooler = ReplicatedLinear(head_params["pooler"], tp) if head_params["pooler"] else None
+        self.follows = (
+            ReplicatedLinear(head_params["follows"], tp) if head_params["follows"] else None
+        )
 
     def compile_parts(self) -> None:
         """Compile, with torch.compile, each block and the final norm, and set `compiled` so that

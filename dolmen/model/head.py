@@ -165,8 +165,8 @@ class LMHead(ModelHead):
         two = self.next_sentence_head(hidden)
         wide = two.to(torch.promote_types(two.dtype, torch.float32))
         # log-odds: sigmoid of it is the probability that the second text follows
-        own = wide[:, 0] - wide[:, 1]
-        return tensor.gather_token_values(own, self.split.tp).view(self.sequences, -1)
+        margins = wide[:, 0] - wide[:, 1]
+        return tensor.gather_token_values(margins, self.split.tp).view(self.sequences, -1)
 
     def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Float[Tensor, "sequences here rows"]:
         """Return the logits of this rank's rows of the vocabulary, scaled and soft-capped, for this
@@ -281,8 +281,8 @@ class ScalarHead(ModelHead):
         """
         tp = self.split.tp
         # whole on every rank: of this rank's tokens, without communication
-        (own,) = tensor.products(hidden, [Linear(self.weight)], tp)
-        wide = own[:, 0].to(torch.promote_types(own.dtype, torch.float32))
+        (scores,) = tensor.products(hidden, [Linear(self.weight)], tp)
+        wide = scores[:, 0].to(torch.promote_types(scores.dtype, torch.float32))
         return tensor.gather_token_values(wide, tp).view(self.sequences, -1)
 
     def logits(self, hidden: Float[Tensor, "_ hidden"]) -> Tensor:

@@ -244,9 +244,9 @@ class ParameterModule(nn.Module):
         packing format, and address and version counter of each tensor.
         """
         tensors = (self.weight, self.bias, self.lora_A, self.lora_B)
-        own = [p for p in (*tensors, self.lora_magnitude, self.weight_scale) if p is not None]
+        tensors_ = [p for p in (*tensors, self.lora_magnitude, self.weight_scale) if p is not None]
         # what is written is what a DTensor holds, and not the DTensor
-        return weights, *((p.data_ptr(), compute.version_of(p)) for p in map(local_view, own))
+        return weights, *((p.data_ptr(), compute.version_of(p)) for p in map(local_view, tensors_))
 
     def plain_linear(self) -> Linear:
         """Return the local weight, bias, adapter, fp8 rounding and int8 scale, without packing."""

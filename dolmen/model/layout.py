@@ -95,7 +95,7 @@ class Layout:
             processes // self.inner if processes else math.lcm(self.ep, self.cp) // self.cp
         )
         if processes is not None and self.inner * dp != processes:
-            others = "".join(
+            other_layouts = "".join(
                 f" x layout.{name} ({getattr(self, name)})"
                 for name in ("cp", "pp")
                 if getattr(self, name) > 1
@@ -108,7 +108,7 @@ class Layout:
                 else f"start a multiple of {self.inner}, or set another --layout.pp or --layout.cp"
             )
             raise ValueError(
-                f"layout.tp ({self.tp}){others} x layout.dp ({dp}) = "
+                f"layout.tp ({self.tp}){other_layouts} x layout.dp ({dp}) = "
                 f"{plural(self.inner * dp, 'process', 'processes')}, "
                 f"but there are {processes}: {way}"
             )

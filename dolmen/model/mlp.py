@@ -108,8 +108,8 @@ class Router(ParameterModule):
         super().__init__({n: param for n, param in params.items() if "." not in n})
         self.k, self.choice = experts.per_token, experts.router
         # GPT-OSS learns a bias of the logits; `bias` acts on the choice alone
-        own = select_prefix(params, "logits")
-        self.logits = ParameterModule(own) if own else None
+        logits_params = select_prefix(params, "logits")
+        self.logits = ParameterModule(logits_params) if logits_params else None
 
     def forward(
         self, x: Float[Tensor, "n hidden"], chosen: Int64[Tensor, "n k"] | None = None

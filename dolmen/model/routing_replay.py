@@ -60,7 +60,10 @@ def replay_routes(
     # this cp rank's tokens (zigzag), as the decoder splits them
     here = split.cp.split(experts, 1)
     return Routes(
-        {i: here[..., own].flatten(0, 1).contiguous() for i, own in choice_slices(spec).items()}
+        {
+            i: here[..., columns].flatten(0, 1).contiguous()
+            for i, columns in choice_slices(spec).items()
+        }
     )
 
 
@@ -76,13 +79,13 @@ def gather_routes(
     `micros` microbatches, the same on every rank of tp, cp and pp. `kept`: this rank's records by
     (microbatch, layer).
     """
-    own, rows = choice_slices(spec), shape[0] // micros
-    choices = max(columns.stop for columns in own.values())
+    slices, rows = choice_slices(spec), shape[0] // micros
+    choices = max(columns.stop for columns in slices.values())
     # zeros where another rank has the token or the layer, so that sums put the pieces together
-    whole = torch.zeros((*shape, choices), dtype=torch.int64, device=mesh.device)
+    full = torch.zeros((*shape, choices), dtype=torch.int64, device=mesh.device)
     index = split.cp.indices(shape[1], mesh.device)
     for (micro, layer), experts in kept.items():
         here = experts.view(rows, -1, experts.shape[-1])
-        whole[micro * rows : (micro + 1) * rows, index, own[layer]] = here
+        full[micro * rows : (micro + 1) * rows, index, slices[layer]] = here
     # every token is on one rank of cp, and every layer on one of pp
-    return collectives.reduce_scalar(collectives.reduce_scalar(whole, mesh.cp), mesh.pp)
+    return collectives.reduce_scalar(collectives.reduce_scalar(full, mesh.cp), mesh.pp)

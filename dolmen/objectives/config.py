@@ -74,8 +74,8 @@ class ObjectiveConfig:
             check_dpo(self.beta, self.loss_type, self.label_smoothing, self.rpo_alpha)
         for field in fields(self):
             # options of other objectives must have their defaults
-            own = field.name in ("name", *OPTIONS_OF[self.name])
-            if not own and getattr(self, field.name) != field.default:
+            applies = field.name in ("name", *OPTIONS_OF[self.name])
+            if not applies and getattr(self, field.name) != field.default:
                 having = " and ".join(
                     name for name, known in OPTIONS_OF.items() if field.name in known
                 )

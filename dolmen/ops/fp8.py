@@ -138,8 +138,8 @@ def _apply_scale(
         _split_blocks(x, granularity, axis),
         scale.view([n for dim in scale.shape for n in (dim, 1)]),
     )
-    whole = [n * size for n, size in zip(done.shape[::2], done.shape[1::2], strict=True)]
-    return done.view(whole)[tuple(slice(n) for n in x.shape)]
+    full = [n * size for n, size in zip(done.shape[::2], done.shape[1::2], strict=True)]
+    return done.view(full)[tuple(slice(n) for n in x.shape)]
 
 
 def _split_blocks(x: Tensor, granularity: Granularity, axis: int) -> Tensor:

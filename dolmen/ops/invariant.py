@@ -151,7 +151,10 @@ class _Embedding(TypedFunction):
         """Return the gradient of the table."""
         (tokens,), (rows, leaf) = ctx.saved_tensors, ctx.kept
         sequences = list(zip(tokens.split(leaf), g.split(leaf), strict=True))
-        parts = (g.new_zeros(rows, g.shape[1]).index_add_(0, own, part) for own, part in sequences)
+        parts = (
+            g.new_zeros(rows, g.shape[1]).index_add_(0, token_rows, part)
+            for token_rows, part in sequences
+        )
         return None, _tree(parts, len(sequences)), None
 
 

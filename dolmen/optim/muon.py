@@ -77,16 +77,16 @@ class Muon(torch.optim.Optimizer):
 
     def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, mesh: Mesh):
         """Take the hyperparameters from `config`, and assign each matrix an owner rank."""
-        own = config.muon
+        muon = config.muon
         group = {
             "params": list(parameters),
             "lr": config.lr,
             "weight_decay": config.weight_decay,
-            "momentum": own.momentum,
+            "momentum": muon.momentum,
             "kinds": KINDS,
         }
         super().__init__([group], {})
-        self.half = own.dtype == "bfloat16"
+        self.half = muon.dtype == "bfloat16"
         self.assembly = Assembly(group["params"], mesh, flops)
 
     @torch.no_grad()
@@ -109,11 +109,11 @@ class Muon(torch.optim.Optimizer):
         for value, update in zip(matrices(values), updates, strict=True):
             value.add_(update, alpha=-group["lr"])
 
-    def _direction(self, whole: Tensor) -> Tensor:
+    def _direction(self, full: Tensor) -> Tensor:
         """Return the update of one matrix, divided by -lr."""
-        dtype = torch.bfloat16 if self.half else whole.dtype
-        scale = RATIO * math.sqrt(max(whole.shape))
-        return scale * orthogonalize(whole, dtype).to(whole.dtype)
+        dtype = torch.bfloat16 if self.half else full.dtype
+        scale = RATIO * math.sqrt(max(full.shape))
+        return scale * orthogonalize(full, dtype).to(full.dtype)
 
 
 def matrices(tensors: Iterable[Tensor]) -> list[Tensor]:

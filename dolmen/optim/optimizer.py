@@ -130,13 +130,13 @@ def make_optimizer(model: Decoder, config: OptimizerConfig, mesh: Mesh) -> Optim
     for name, p in _trainable(model).items():
         # the rule follows the parameter's role, never its name or shape
         by[rules[params[name].role]][name] = p
-    made: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
     if by["muon"]:
-        made.append(muon.Muon(by["muon"].values(), config, mesh))
+        optimizers.append(muon.Muon(by["muon"].values(), config, mesh))
     # a stage without trainable parameters still gets an (empty) AdamW
-    if by["adamw"] or not made:
-        made.append(_adamw(by["adamw"], params, config))
-    together = CombinedOptimizer(*made)
+    if by["adamw"] or not optimizers:
+        optimizers.append(_adamw(by["adamw"], params, config))
+    together = CombinedOptimizer(*optimizers)
     prime(together)
     return together
 

@@ -57,9 +57,9 @@ class _PartExchange:
         me, ranks = axis.rank, range(axis.size)
         self.axis, self.entries = axis, entries
         self.mine = [e for e in entries if e.owner == me]
-        others = [e for e in entries if e.owner != me]
+        remote = [e for e in entries if e.owner != me]
         # stable within an owner: both sides list its matrices in the same order
-        self.others = sorted(others, key=lambda e: e.owner)  # in the order of arrival
+        self.others = sorted(remote, key=lambda e: e.owner)  # in the order of arrival
         self.cut = any(e.dim is not None for e in entries)
 
         def sizes(rank: int, where: int, entries: list[_Entry]) -> int:
@@ -73,14 +73,14 @@ class _PartExchange:
         self.back = [sizes(me, r, entries) if r != me else 0 for r in ranks]
         self.from_back = [sizes(r, me, entries) if r != me else 0 for r in ranks]
 
-    def gather(self, held: dict[int, Tensor], like: Tensor) -> dict[int, Tensor]:
+    def gather(self, local: dict[int, Tensor], like: Tensor) -> dict[int, Tensor]:
         """Send this rank's parts (by matrix number) to their owners on the axis; return the joined
         matrices that this rank owns. `like` gives dtype and device.
         """
         # every rank of the axis already holds the whole
         if not self.cut:
-            return {e.number: held[e.number] for e in self.mine}
-        going = [held[e.number] for e in self.others if e.dim is not None]
+            return {e.number: local[e.number] for e in self.mine}
+        going = [local[e.number] for e in self.others if e.dim is not None]
         cut = [e for e in self.mine if e.dim is not None]
         shapes = [e.parts[r] for r in self.peers for e in cut]
         coming = iter(self._exchange_parts(going, self.there, self.from_there, shapes, like))
@@ -88,7 +88,7 @@ class _PartExchange:
         for r in range(self.axis.size):
             for e in self.mine:
                 if r == self.axis.rank:
-                    parts[e.number].append(held[e.number])
+                    parts[e.number].append(local[e.number])
                 elif e.dim is not None:
                     parts[e.number].append(next(coming))
         return {e.number: torch.cat(parts[e.number], e.dim or 0) for e in self.mine}
@@ -101,8 +101,8 @@ class _PartExchange:
         going = [parts[e.number][r] for r in self.peers for e in self.mine]
         shapes = [e.parts[self.axis.rank] for e in self.others]
         coming = self._exchange_parts(going, self.back, self.from_back, shapes, like)
-        own = {e.number: parts[e.number][self.axis.rank] for e in self.mine}
-        return own | {e.number: x for e, x in zip(self.others, coming, strict=True)}
+        local = {e.number: parts[e.number][self.axis.rank] for e in self.mine}
+        return local | {e.number: x for e, x in zip(self.others, coming, strict=True)}
 
     def _exchange_parts(
         self,
@@ -122,13 +122,13 @@ class _PartExchange:
         return [x.view(shape) for x, shape in zip(pieces, shapes, strict=True)]
 
 
-def _parts(whole: Tensor, entry: _Entry) -> list[Tensor]:
+def _parts(full: Tensor, entry: _Entry) -> list[Tensor]:
     """Split a matrix into the parts of each rank of an axis, or repeat it where the axis does not
     cut it.
     """
     if entry.dim is None:
-        return [whole] * len(entry.parts)
-    return list(whole.split([shape[entry.dim] for shape in entry.parts], entry.dim))
+        return [full] * len(entry.parts)
+    return list(full.split([shape[entry.dim] for shape in entry.parts], entry.dim))
 
 
 @dataclass(frozen=True)
@@ -194,16 +194,16 @@ class Assembly:
         """
         if not parts:
             return []
-        held = dict(enumerate(parts))
+        tensors = dict(enumerate(parts))
         for exchange in self.exchanges:
-            coming = {e.number: held.pop(e.number) for e in exchange.entries}
-            held |= exchange.gather(coming, parts[0])
-        held = {number: make(held[number]) for number in self.owned}
+            coming = {e.number: tensors.pop(e.number) for e in exchange.entries}
+            tensors |= exchange.gather(coming, parts[0])
+        tensors = {number: make(tensors[number]) for number in self.owned}
         for exchange in reversed(self.exchanges):
             # back through the axes in reverse: each exchange splits what it had joined
-            made = {e.number: held.pop(e.number) for e in exchange.mine}
-            held |= exchange.scatter(made, parts[0])
-        return [held[number] for number in range(len(parts))]
+            owned = {e.number: tensors.pop(e.number) for e in exchange.mine}
+            tensors |= exchange.scatter(owned, parts[0])
+        return [tensors[number] for number in range(len(parts))]
 
 
 def _part_shapes(shape: Shape, dim: int | None, ranks: int) -> list[Shape]:

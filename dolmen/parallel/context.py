@@ -81,17 +81,17 @@ class ContextParallel:
             [x.narrow(dim, chunk * n, n) for chunk in self.chunks(self.axis.rank)], dim
         )
 
-    def documents(self, whole: Documents) -> Documents:
-        """Select this rank's tokens of `whole`, and build the runs that flash and cudnn kernels
+    def documents(self, full: Documents) -> Documents:
+        """Select this rank's tokens of `full`, and build the runs that flash and cudnn kernels
         need, one per chunk.
         """
-        here = whole.map_tensors(lambda t: self.split(t, 1))
+        here = full.map_tensors(lambda t: self.split(t, 1))
         if self.kernel == "blocks":
             return here
         chunks = (0,) if self.axis.size == 1 else self.chunks(self.axis.rank)
-        length, begins = here.starts.shape[1] // len(chunks), ops.begins(whole.host_starts)
+        length, starts = here.starts.shape[1] // len(chunks), ops.begins(full.host_starts)
         back = self.axis.size == 1 or self.kind == "gather"
-        runs = (ops.run(begins, i * length, length, here.starts.device, back) for i in chunks)
+        runs = (ops.run(starts, i * length, length, here.starts.device, back) for i in chunks)
         return replace(here, runs=tuple(runs))
 
     def attention(self, q: Queries, k: Keys, v: Values, attend: Attend) -> Attended:
@@ -226,14 +226,14 @@ def _backward(
     q: Queries,
     k: Keys,
     v: Values,
-    whole: tuple[Attended, LogSum],
+    full: tuple[Attended, LogSum],
     context: ContextParallel,
     attend: Attend,
 ) -> tuple[Queries, Keys, Values]:
-    """Return dq, dk, dv of ring attention; `whole` is (out, log_sum) over all keys,
+    """Return dq, dk, dv of ring attention; `full` is (out, log_sum) over all keys,
     sinks included.
     """
-    (out, log_sum), travelling = whole, None
+    (out, log_sum), travelling = full, None
     dq = torch.zeros_like(q, dtype=log_sum.dtype)
     for source, keys, values in _rotate_keys(k, v, context.axis):
         dkv = torch.zeros(k.numel() + v.numel(), dtype=log_sum.dtype, device=k.device)
@@ -309,9 +309,9 @@ def _ring(
     return apply(q, k, v, sinks, context, attend)
 
 
-def _apply(*given: Any) -> Tensor:
+def _apply(*arguments: Any) -> Tensor:
     """Call `_Ring.apply`: a function, as `disable_compile` cannot wrap a method."""
-    return _Ring.apply(*given)
+    return _Ring.apply(*arguments)
 
 
 _untraced = compute.disable_compile(_apply)

@@ -359,9 +359,9 @@ def _piece_norms(gradient: Tensor) -> Float[Tensor, " pieces"]:
     call each 18.5).
     """
     flat = gradient.flatten()
-    whole = len(flat) // PIECE * PIECE
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, PIECE), dim=1)
-    return torch.cat((rows, torch.linalg.vector_norm(flat[whole:]).view(1)))
+    full = len(flat) // PIECE * PIECE
+    rows = torch.linalg.vector_norm(flat[:full].view(-1, PIECE), dim=1)
+    return torch.cat((rows, torch.linalg.vector_norm(flat[full:]).view(1)))
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], factor: Float[Tensor, ""]) -> None:

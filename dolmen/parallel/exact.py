@@ -92,9 +92,9 @@ class LeafProduct:
             zip(g.chunk(self.outputs, 1), w.chunk(self.outputs), strict=True)
             for g, w in zip(grads, weights, strict=True)
         ]
-        for i, ((g, w), *others) in enumerate(zip(*cut, strict=True)):
+        for i, ((g, w), *rest) in enumerate(zip(*cut, strict=True)):
             leaf = invariant.product(g, w)
-            for other_g, other_w in others:
+            for other_g, other_w in rest:
                 leaf += invariant.product(other_g, other_w)
             total = tree.add(i, leaf)
         assert total is not None

@@ -105,8 +105,8 @@ class IntegerLinear:
     ) -> Float[Tensor, "tokens out"]:
         """Return x W^T + b in x's dtype, computed in integers and then fp32."""
         scale = int8.token_scales(x)
-        whole = int8.quantise_tokens(x, scale)
-        y = compute.multiply_integers(whole, self.weight, self.scale, self.zeros, int8.ZERO_POINT)
+        full = int8.quantise_tokens(x, scale)
+        y = compute.multiply_integers(full, self.weight, self.scale, self.zeros, int8.ZERO_POINT)
         y = y.mul_(scale)
         return _add_bias(y, bias, x.dtype)
 
@@ -143,12 +143,12 @@ class SplitIntegerLinear:
         """Return this rank's partial sums: integers, in fp32 where it holds those of all ranks
         together exactly, else in int32.
         """
-        whole = int8.quantise_tokens(x, scale)
+        full = int8.quantise_tokens(x, scale)
         sums = [
             compute.multiply_integers(
                 part.contiguous(), block, self.ones, self.zeros, int8.ZERO_POINT
             )
-            for part, block in zip(whole.split(MAX_FLOAT_INPUTS, 1), self.blocks, strict=True)
+            for part, block in zip(full.split(MAX_FLOAT_INPUTS, 1), self.blocks, strict=True)
         ]
         return sums[0] if self.fits_float else reduce(add, (part.int() for part in sums))
 
@@ -310,15 +310,15 @@ def segments(
     """Group the tokens of concatenated sequences by adapter: `names` and token `counts` of each
     sequence, None for no adapter. A segment that has all tokens has no indices.
     """
-    own: dict[str, list[int]] = {}
+    adapter_rows: dict[str, list[int]] = {}
     first = 0
     for name, count in zip(names, counts, strict=True):
         if name is not None:
-            own.setdefault(name, []).extend(range(first, first + count))
+            adapter_rows.setdefault(name, []).extend(range(first, first + count))
         first += count
     return [
         Segment(name, None if len(index) == first else to_device(torch.tensor(index), device))
-        for name, index in own.items()
+        for name, index in adapter_rows.items()
     ]
 
 
@@ -339,16 +339,16 @@ class MultiLora(NamedTuple):
         """Return y = x W^T plus each token's adapter product, times DoRA's gain. y must not include
         the bias, and may be overwritten: use the result.
         """
-        for name, own in self.turn.segments:
+        for name, rows in self.turn.segments:
             pair = self.pairs.get(name)
             if pair is None:
                 continue
-            low = (x if own is None else x[own]) @ pair.down.t()
+            low = (x if rows is None else x[rows]) @ pair.down.t()
             if pair.gain is not None:
-                whole = (y if own is None else y[own]).addmm(low, pair.up.t()) * pair.gain
-                y = whole if own is None else y.index_copy_(0, own, whole)
-            elif own is None:
+                full = (y if rows is None else y[rows]).addmm(low, pair.up.t()) * pair.gain
+                y = full if rows is None else y.index_copy_(0, rows, full)
+            elif rows is None:
                 y.addmm_(low, pair.up.t())
             else:
-                y.index_add_(0, own, low @ pair.up.t())
+                y.index_add_(0, rows, low @ pair.up.t())
         return y

@@ -106,16 +106,16 @@ def acknowledged_messages(
     """Map each message that rank `to` sends back to `sender` to the messages of `sender` that `to`
     has received since its previous one: the message's arrival proves that those have left.
     """
-    found: dict[StageMessage, list[StageMessage]] = {}
+    senders: dict[StageMessage, list[StageMessage]] = {}
     taken: list[StageMessage] = []
     for action in schedule.actions[to]:
         needed = message_in(schedule, to, action)
         if needed is not None and schedule.rank_of(needed.source) == sender:
             taken.append(needed)
-        made = message_out(schedule, to, action)
-        if made is not None and schedule.rank_of(made.stage) == sender:
-            found[made], taken = taken, []
-    return found
+        message = message_out(schedule, to, action)
+        if message is not None and schedule.rank_of(message.stage) == sender:
+            senders[message], taken = taken, []
+    return senders
 
 
 def channel_axis(mesh: Mesh, sender: int, receiver: int) -> Axis:

@@ -80,13 +80,13 @@ def gather_payloads(model: nn.Module, recipes: Mapping[str, Fp8]) -> list[str]:
     """
     # FSDP knows parameters as objects; recipes know them by name
     names = {p: name for name, p in model.named_parameters()}
-    found = []
+    states = []
     for record in (record for unit in units(model) for record in sharding.records(unit)):
         name = names[record.sharded_param]
         if name in recipes and one_payload(recipes[name]) and has_whole_blocks(record):
             sharding.gather_as(record, quantise_shard, dequantise_gathered)
-            found.append(name)
-    return found
+            states.append(name)
+    return states
 
 
 def one_payload(recipe: Fp8) -> bool:
@@ -99,7 +99,7 @@ def has_whole_blocks(record: sharding.Record) -> bool:
     """Return True if a parameter is gathered in bf16 from several ranks whose shards each hold the
     same number of uncut 128 x 128 blocks.
     """
-    ranks, whole = sharding.ranks(record), sharding.gathered_shape(record)
+    ranks, full = sharding.ranks(record), sharding.gathered_shape(record)
     if (
         ranks == 1
         or record.fsdp_placement.dim != 0
@@ -107,7 +107,7 @@ def has_whole_blocks(record: sharding.Record) -> bool:
     ):
         return False
     # of stacked matrices a shard has whole ones
-    return whole[0] % (ranks if len(whole) > 2 else ranks * BLOCK) == 0
+    return full[0] % (ranks if len(full) > 2 else ranks * BLOCK) == 0
 
 
 def quantise_shard(shard: Tensor, module: nn.Module) -> tuple[Tensor, ...]:
@@ -234,17 +234,17 @@ class Delayed:
         """
         config = self.recipe.config
         self.history[0] = amaxes
-        found = self.history.amax(0) if config.amax_compute == "max" else amaxes
+        largest = self.history.amax(0) if config.amax_compute == "max" else amaxes
         # entry 0 moves to the end as the newest; the oldest moves to 0 and is cleared
         self.history.copy_(self.history.roll(-1, 0))
         self.history[0] = 0
         self.now.zero_()
         if not self.initialized or updates % config.scale_interval == 0:
-            by = torch.empty_like(found)
+            by = torch.empty_like(largest)
             for i, operand in enumerate(OPERANDS):
                 most = fp8.LARGEST[self.recipe.format(operand)] / room(config.margin)
-                by[..., i] = most / found[..., i]
-            known = (found > 0) & found.isfinite()
+                by[..., i] = most / largest[..., i]
+            known = (largest > 0) & largest.isfinite()
             # of one so small that its inverse is infinite, the largest whose own is not
             by = by.clamp(max=1 / fp8.SMALLEST_SCALE)
             self.scale.copy_(torch.where(known, by, self.scale))
@@ -263,10 +263,10 @@ def end_step(states: Iterable[Delayed], mesh: Mesh, updates: int | None) -> None
     if not states or updates is None:
         return
     # one collective per axis for all layers of the stage, not one per weight
-    found = torch.cat([state.now.flatten() for state in states])
+    current = torch.cat([state.now.flatten() for state in states])
     for axis in (mesh.tp, mesh.fsdp):
-        found = collectives.reduce_scalar(found, axis, "max")
-    for state, amaxes in zip(states, found.split([s.now.numel() for s in states]), strict=True):
+        current = collectives.reduce_scalar(current, axis, "max")
+    for state, amaxes in zip(states, current.split([s.now.numel() for s in states]), strict=True):
         state.enter(amaxes.view(state.shape), updates)
 
 
@@ -371,17 +371,17 @@ class Fp8Product:
         """
         recipe, delayed = self.rounding.recipe, self.rounding.delayed
         granularity, format = recipe.granularity(operand), recipe.format(operand)
-        own = [fp8.amax(part, granularity, along) for part in parts]
+        amaxes = [fp8.amax(part, granularity, along) for part in parts]
         known = None
         if delayed is not None:
-            delayed.note(operand, self.first, own)
+            delayed.note(operand, self.first, amaxes)
             known = delayed.scales(operand, self.first, len(parts))
         if known is None:
-            whole = self._reduce_amax(own, operand, along)
-            scales = [fp8.scale_of(weight, format, granularity) for weight in whole]
+            full = self._reduce_amax(amaxes, operand, along)
+            scales = [fp8.scale_of(weight, format, granularity) for weight in full]
         else:
             # nothing is sent; and what is not finite here makes its scale NaN, as elsewhere
-            scales = [scale + shard * 0 for scale, shard in zip(known, own, strict=True)]
+            scales = [scale + shard * 0 for scale, shard in zip(known, amaxes, strict=True)]
         # each payload is x / scale, clamped and rounded to 8 bits
         payloads = [
             fp8.quantise_with_scale(part, scale, format, granularity, along)
@@ -389,9 +389,9 @@ class Fp8Product:
         ]
         return Operands(payloads, scales, granularity, along)
 
-    def _reduce_amax(self, own: list[Tensor], operand: Operand, along: int) -> list[Tensor]:
+    def _reduce_amax(self, amaxes: list[Tensor], operand: Operand, along: int) -> list[Tensor]:
         """Return the largest |x| of each scale over all ranks that hold a part of what shares it
-        (`own`: this rank's). Blocks are never cut, so theirs are returned without a collective.
+        (`amaxes`: this rank's). Blocks are never cut, so theirs are returned without a collective.
         """
         dims = DIMS[operand]
         match self.rounding.recipe.granularity(operand):
@@ -401,15 +401,15 @@ class Fp8Product:
             case "row":
                 over = list(self.axes.axes_of(dims[along]))
             case _:
-                return own
+                return amaxes
         if not over:
-            return own
+            return amaxes
         # one message for all experts
-        flat = torch.cat([shard.flatten() for shard in own])
+        flat = torch.cat([shard.flatten() for shard in amaxes])
         for axis in over:
             flat = collectives.reduce_scalar(flat, axis, "max")
-        parts = flat.split([shard.numel() for shard in own])
-        return [part.view_as(shard) for part, shard in zip(parts, own, strict=True)]
+        parts = flat.split([shard.numel() for shard in amaxes])
+        return [part.view_as(shard) for part, shard in zip(parts, amaxes, strict=True)]
 
     def _products(self, left: Operands, right: Operands, dtype: torch.dtype) -> list[Tensor]:
         """Return left right^T of each pair in `dtype`, both contracted over their dim `along`: by

@@ -90,9 +90,9 @@ def from_file(path: str) -> Schedule:
         raise ValueError(f"there is no schedule file {path}")
     if Path(path).suffix == ".txt":
         return parse_schedule(gate.read_text(path, kinds.SCHEDULE.size), path)
-    found = gate.read_yaml(path, kinds.SCHEDULE)
-    placement = [f"placement: {found['placement']}"] if "placement" in found else []
-    return parse_schedule("\n".join([*found["actions"], *placement]), path)
+    content = gate.read_yaml(path, kinds.SCHEDULE)
+    placement = [f"placement: {content['placement']}"] if "placement" in content else []
+    return parse_schedule("\n".join([*content["actions"], *placement]), path)
 
 
 def parse_schedule(text: str, name: str) -> Schedule:
@@ -140,14 +140,14 @@ def format_yaml(schedule: Schedule) -> str:
 def _parse_action(word: str, where: str) -> Action:
     """Parse one action such as F3 or F3.1. Raises ValueError that starts with `where`."""
     # at most 9 digits: a file cannot ask for lists of 10^30 entries
-    found = re.fullmatch(r"([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", word)
-    if not found:
+    match = re.fullmatch(r"([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", word)
+    if not match:
         raise gate.refuse(
             where,
             f"{ascii(word)[:80]} is not an action: it must be F, B, I or W, a microbatch and "
             "optionally a chunk, such as F3 or F3.1",
         )
-    return Action(found[1], int(found[2]), int(found[3] or 0))
+    return Action(match[1], int(match[2]), int(match[3] or 0))
 
 
 def gpipe(ranks: int, micros: int, chunks: int = 1) -> Schedule:
@@ -260,14 +260,14 @@ def zero_bubble_v(ranks: int, micros: int, chunks: int = 2) -> Schedule:
             "--layout.virtual-stages 2"
         )
     # the pattern needs that many; leaving some out of it breaks no dependency
-    whole = max(micros, 2 * ranks - 1)
+    full = max(micros, 2 * ranks - 1)
     return Schedule(
         "zero-bubble-v",
         ranks,
         micros,
         2,
         tuple(
-            tuple(a for a in _zero_bubble_v_actions(rank, ranks, whole) if a.micro < micros)
+            tuple(a for a in _zero_bubble_v_actions(rank, ranks, full) if a.micro < micros)
             for rank in range(ranks)
         ),
         "v",

@@ -87,8 +87,8 @@ class _Rows(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows here"]) -> Float[Tensor, "*rows outputs"]:
         """Return all outputs, from this rank's inputs."""
-        whole = collectives.all_reduce_(F.linear(x, self.weight), self.tp)
-        return whole if self.bias is None else whole + self.bias
+        full = collectives.all_reduce_(F.linear(x, self.weight), self.tp)
+        return full if self.bias is None else full + self.bias
 
 
 class _Table(nn.Module):
@@ -103,12 +103,12 @@ class _Table(nn.Module):
 
     def forward(self, tokens: Int64[Tensor, "*shape"]) -> Float[Tensor, "*shape width"]:
         """Return each token's row of the table; that of the padding index has no gradient."""
-        found = vocabulary.embed(tokens.reshape(-1), self.weight, self.rows, self.tp)
-        found = found.view(*tokens.shape, -1)
+        embedded = vocabulary.embed(tokens.reshape(-1), self.weight, self.rows, self.tp)
+        embedded = embedded.view(*tokens.shape, -1)
         if self.padding is None:
-            return found
+            return embedded
         # nn.Embedding gives the row of padding no gradient
-        return torch.where((tokens == self.padding)[..., None], found.detach(), found)
+        return torch.where((tokens == self.padding)[..., None], embedded.detach(), embedded)
 
 
 class _Logits(nn.Module):
@@ -142,11 +142,11 @@ def _shard_tokens(part: nn.Module, tp: Axis) -> None:
     if tp.size == 1:
         return
 
-    def slice_tokens(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def slice_tokens(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Keep this rank's tokens of the first argument."""
         # the copy's backward sums over tp what the slice gives to each rank
-        x, *others = given
-        return collectives.local_part(collectives.copy(x, tp), -2, tp), *others
+        x, *rest = args
+        return collectives.local_part(collectives.copy(x, tp), -2, tp), *rest
 
     def gather_tokens(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
         """Gather the output over all tokens."""
@@ -175,21 +175,21 @@ def _styles(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
     an unknown style, a pattern without match, or two styles for one part.
     """
     names = [name for name, _ in module.named_modules() if name]
-    found: dict[str, Style] = {}
+    styles: dict[str, Style] = {}
     for pattern, style in plan.items():
         if style not in get_args(Style):
             raise ValueError(
                 f"plan: {pattern} is {style!r}: {choices(str(style), get_args(Style))}"
             )
-        own = [name for name in names if fnmatchcase(name, pattern)]
-        if not own:
+        matching = [name for name in names if fnmatchcase(name, pattern)]
+        if not matching:
             hint = did_you_mean(pattern, names, f"it has {names[:6]}")
             raise ValueError(f"plan: the module has no part {pattern}: {hint}")
-        for name in own:
-            if found.get(name, style) != style:
-                raise ValueError(f"plan: {name} is {found[name]} and {style}: list it once")
-            found[name] = style
-    return found
+        for name in matching:
+            if styles.get(name, style) != style:
+                raise ValueError(f"plan: {name} is {styles[name]} and {style}: list it once")
+            styles[name] = style
+    return styles
 
 
 def _places(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, state.Places]:

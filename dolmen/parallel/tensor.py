@@ -342,8 +342,8 @@ class _Linear(TypedFunction):
         else:
             factors = list(zip(grads, call.products, strict=True))
             wanted = [g for g, wants in zip(factors, wants_dw, strict=True) if wants]
-            made = iter(_compute_weight_gradients(wanted, x, tp.turned))
-            dw = [next(made) if wants else None for wants in wants_dw]
+            gradients = iter(_compute_weight_gradients(wanted, x, tp.turned))
+            dw = [next(gradients) if wants else None for wants in wants_dw]
         sum_over_tokens = partial(sum_tokens, leaf=tp.exact.tokens) if tp.exact else _sum_rows
         db = [
             sum_over_tokens(g) if wants else None for g, wants in zip(grads, wants_db, strict=True)
@@ -355,9 +355,9 @@ class _Linear(TypedFunction):
 
 def _needed_gradients(ctx: Context[_Call]) -> tuple[bool, tuple[bool, ...], tuple[bool, ...]]:
     """Return which gradients are needed: of x, of each weight, of each bias."""
-    wants_dx, _, *others = ctx.needs_input_grad
+    wants_dx, _, *wants_weights = ctx.needs_input_grad
     number = len(ctx.kept.products)
-    return wants_dx, tuple(others[:number]), tuple(others[number:])
+    return wants_dx, tuple(wants_weights[:number]), tuple(wants_weights[number:])
 
 
 def _gather_tokens(x: Tensor, axis: Axis | None) -> Tensor:
@@ -419,8 +419,8 @@ def _weight_gradients(call: _Call, grads: Sequence[Tensor], x: Tensor) -> Callab
     def run() -> None:
         """Compute the gradients, and accumulate them in .grad."""
         # gathered again: under sequence parallelism only this rank's tokens were kept
-        whole = _gather_tokens(x, call.gather)
-        torch.autograd.backward(weights, _compute_weight_gradients(wanted, whole, call.tp.turned))
+        full = _gather_tokens(x, call.gather)
+        torch.autograd.backward(weights, _compute_weight_gradients(wanted, full, call.tp.turned))
 
     return run
 

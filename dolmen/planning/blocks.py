@@ -93,14 +93,19 @@ def _fuse_loss(entered: Both) -> Both:
 
 
 def update_rows(
-    elements: int, held: int, sharded: bool, program: Program, clips: bool = True, moments: int = 2
+    elements: int,
+    local_elements: int,
+    sharded: bool,
+    program: Program,
+    clips: bool = True,
+    moments: int = 2,
 ) -> tuple[LedgerRow, ...]:
     """Return the rows of the optimizer update of `elements` parameters on this rank, which holds
-    gradients of `held` parameters before (with ZeRO, `sharded`, more than it updates). `clips`:
-    gradients are clipped by norm. `moments`: numbers of optimizer state per parameter.
+    gradients of `local_elements` parameters before (with ZeRO, `sharded`, more than it updates).
+    `clips`: gradients are clipped by norm. `moments`: numbers of optimizer state per parameter.
     """
     g = program.gradient
-    passes = [memory("optimizer", "", "zero", 0, g * held)] if program.buffers else []
+    passes = [memory("optimizer", "", "zero", 0, g * local_elements)] if program.buffers else []
     if clips:
         passes.append(memory("optimizer", "", "norm", g * elements, 0))
     if clips and program.buffers:

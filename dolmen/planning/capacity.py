@@ -293,12 +293,12 @@ class Capacity:
         self._known_moments[key] = peaks
         return peaks
 
-    def _shard_bytes(self, choice: LayoutChoice, whole: ParameterCount) -> int:
-        """Return the bytes of this rank's shard of parameters in fp32. `whole`: the parameters
+    def _shard_bytes(self, choice: LayoutChoice, full: ParameterCount) -> int:
+        """Return the bytes of this rank's shard of parameters in fp32. `full`: the parameters
         before sharding over dp and cp.
         """
         d, ed = self._shards(choice)
-        return 4 * (-(-whole.dense // d) + -(-whole.experts // ed))
+        return 4 * (-(-full.dense // d) + -(-full.experts // ed))
 
     def _shards(self, choice: LayoutChoice) -> tuple[int, int]:
         """Return over how many ranks dense and expert parameters are sharded; (1, 1) at ZeRO 0."""
@@ -363,8 +363,8 @@ class Capacity:
         kv_heads = mixer.kv_heads if isinstance(mixer, AttentionSpec) else mixer.heads
         # kv heads are replicated where tp exceeds them
         width = max(kv_heads / choice.tp, 1) * sum(mixer.head_sizes)
-        whole = choice.microbatch_size * self.sequence_length
-        return kept + whole * (1 - 0.5 / choice.cp) * width * self.element_bytes
+        full = choice.microbatch_size * self.sequence_length
+        return kept + full * (1 - 0.5 / choice.cp) * width * self.element_bytes
 
     def _head_bytes(self, choice: LayoutChoice) -> tuple[float, float]:
         """Return the bytes that the LM head keeps from forward to backward (its input and both

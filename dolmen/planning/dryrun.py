@@ -297,9 +297,9 @@ def batch_of(run: RunConfig, schedule: Schedule) -> RealTokenBatch:
     tokens = torch.zeros(rows, run.sequence_length, dtype=torch.int64)
     documents = Documents.from_starts(torch.zeros_like(tokens)) if run.data.document_mask else None
     numbers = {FOLLOWS: torch.zeros_like(tokens, dtype=torch.float32)} if run.spec.both_ways else {}
-    whole = Batch(tokens, tokens, documents, numbers=numbers).read_by(run.spec)
-    parts = tuple(RealTokenBatch(**vars(part)) for part in whole.microbatches(run.microbatch_size))
-    return RealTokenBatch(**vars(whole), parts=parts)
+    full = Batch(tokens, tokens, documents, numbers=numbers).read_by(run.spec)
+    parts = tuple(RealTokenBatch(**vars(part)) for part in full.microbatches(run.microbatch_size))
+    return RealTokenBatch(**vars(full), parts=parts)
 
 
 def balanced_values(x: Tensor, rows: int | None, max_load: float) -> Any:

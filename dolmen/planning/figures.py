@@ -55,15 +55,16 @@ def ranking(plan: Plan) -> Drawing:
     for x, title in ((715, "tokens/s"), (775, "MFU"), (840, "memory"), (912, "bound by")):
         drawing.text(x, 14, title, "label", "end")
     for i, candidate in enumerate(shown):
-        y, found = 30 + BAR_ROW * (i + 0.5), candidate.estimate
+        y, estimate = 30 + BAR_ROW * (i + 0.5), candidate.estimate
         draw_name(drawing, candidate, y, i == 0)
-        drawing.line([(scale(found.low), y), (scale(found.high), y)], "whisker")
-        for end in (found.low, found.high):
+        drawing.line([(scale(estimate.low), y), (scale(estimate.high), y)], "whisker")
+        for end in (estimate.low, estimate.high):
             drawing.line([(scale(end), y - 4), (scale(end), y + 4)], "whisker")
-        hint = f"{candidate.words}: {found.seconds:.4g} s, {found.low:.4g} to {found.high:.4g}"
-        drawing.dot(scale(found.seconds), y, hint)
+        seconds = f"{estimate.seconds:.4g} s, {estimate.low:.4g} to {estimate.high:.4g}"
+        hint = f"{candidate.words}: {seconds}"
+        drawing.dot(scale(estimate.seconds), y, hint)
         cells = (
-            (715, f"{plan.step_tokens / found.seconds:,.0f}"),
+            (715, f"{plan.step_tokens / estimate.seconds:,.0f}"),
             (775, f"{candidate.mfu:.1%}"),
             (840, f"{candidate.fullest / 2**30:.1f} GiB"),
             (912, candidate.bound),
@@ -117,11 +118,11 @@ def _draw_bar(
     parts and their texts, in order.
     """
     before = 0.0
-    for name, said in names.items():
+    for name, label in names.items():
         seconds = candidate.estimate.parts.get(name, 0.0)
         x, width = scale(before), scale(before + seconds) - scale(before)
         share = seconds / candidate.estimate.seconds
-        drawing.box(x, y, width, BAR_ROW - 6, FILL.get(name, name), f"{said}: {seconds:.4g} s")
+        drawing.box(x, y, width, BAR_ROW - 6, FILL.get(name, name), f"{label}: {seconds:.4g} s")
         # pixels that "12%" takes
         if width > 34:
             drawing.text(x + width / 2, y + 14, f"{share:.0%}", "inside", "middle")
@@ -201,9 +202,9 @@ def memory_along(plan: Plan) -> Drawing:
     side(drawing, scale, LEFT, "GiB", RIGHT)
     axis(drawing, span, 240, "seconds", 40)
     for i, rank in enumerate(evenly(len(memory), 3)):
-        held = course(memory[rank], plan.timeline, rank)
-        points, level = [], held[0][0]
-        for (before, after), (start, end) in zip(held, times[rank], strict=True):
+        memory_course = course(memory[rank], plan.timeline, rank)
+        points, level = [], memory_course[0][0]
+        for (before, after), (start, end) in zip(memory_course, times[rank], strict=True):
             # a step up as the action starts
             points += [(span(start), scale(level / GIB)), (span(start), scale(before / GIB))]
             points += [(span(end), scale(before / GIB)), (span(end), scale(after / GIB))]
@@ -223,10 +224,10 @@ def course(memory: StageMemory, timeline: Timeline, rank: int) -> list[tuple[flo
     # all kinds but activations stay the same
     rest = memory.total - memory.live.activation
     if not after:
-        held = timeline.chunks_held(rank)
+        chunks = timeline.chunks_held(rank)
         # the peak belongs to the most chunks that are held
-        per_microbatch = memory.live.activation / max(1, *held)
-        after = tuple(rest + per_microbatch * count for count in held)
+        per_microbatch = memory.live.activation / max(1, *chunks)
+        after = tuple(rest + per_microbatch * count for count in chunks)
     before = (min(rest, after[0]), *after[:-1])
     return [(max(first, second), second) for first, second in zip(before, after, strict=True)]
 
@@ -255,8 +256,8 @@ def timeline(plan: Plan) -> Drawing:
     names = {kind: name for kind, name in ACTION_NAMES.items() if kind in kinds}
     drawing.legend(names | {"idle": "idle"}, 14)
     micros, span = plan.timeline.schedule.micros, plan.timeline.simulation.span
-    whole = plan.ranked[0].estimate.seconds
-    caption = f"{micros} microbatches in {span:.3g} s, of a step of {whole:.3g} s"
+    full = plan.ranked[0].estimate.seconds
+    caption = f"{micros} microbatches in {span:.3g} s, of a step of {full:.3g} s"
     drawing.text(TIMELINE_RIGHT, 14, caption, "label", "end")
     for i, (start, end) in enumerate(parts):
         _draw_actions(
@@ -322,21 +323,23 @@ def traffic(plan: Plan) -> Drawing:
     """Draw the bytes that a GPU sends in a step: a bar per tier, stacked by axis, with the time its
     link is busy.
     """
-    found = plan.ranked[0].traffic
-    tiers = list(dict.fromkeys(traffic.tier for traffic in found))
+    traffic_rows = plan.ranked[0].traffic
+    tiers = list(dict.fromkeys(traffic.tier for traffic in traffic_rows))
     bottom = 36 + 40 * max(1, len(tiers))
     drawing = Drawing("Traffic on each tier of the network", bottom + 40)
-    if not found:
+    if not traffic_rows:
         drawing.text(0, 60, "Nothing crosses a link: every rank is alone on each axis.", "label")
         return drawing
-    drawing.legend({a: a for a in AXES if any(traffic.axis == a for traffic in found)}, 14)
-    most = max(sum(traffic.sent for traffic in found if traffic.tier == tier) for tier in tiers)
+    drawing.legend({a: a for a in AXES if any(traffic.axis == a for traffic in traffic_rows)}, 14)
+    most = max(
+        sum(traffic.sent for traffic in traffic_rows if traffic.tier == tier) for tier in tiers
+    )
     scale = Scale(0, most * 1.02 / GB, 110, 700)
     axis(drawing, scale, bottom, "GB that a GPU sends in a step", 30)
     for i, tier in enumerate(tiers):
         y, before, busy = 40 + 40 * i, 0.0, 0.0
         drawing.text(100, y + 16, tier, "", "end")
-        for entry in (traffic for traffic in found if traffic.tier == tier):
+        for entry in (traffic for traffic in traffic_rows if traffic.tier == tier):
             x, after = scale(before), scale(before + entry.sent / GB)
             hint = f"{entry.axis} over {tier}: {entry.sent / GB:.3g} GB, {entry.seconds:.3g} s"
             drawing.box(x, y, after - x, 24, entry.axis, hint)
@@ -464,12 +467,11 @@ def _draw_fleets(
             drawing.line([(left + 110 * i, 318), (left + 40 + 110 * i, 318)], f"course{i}")
             drawing.text(left + 46 + 110 * i, 322, name, "small")
         for fleet in plan.fleets:
-            found, y = plan.days(fleet.estimate), across(worth(fleet))
-            drawing.line([(days(found.low), y), (days(found.high), y)], "whisker")
-            hint = (
-                f"{fleet.gpus:,} GPUs, {fleet.words}: {found.seconds:.3g} days, {worth(fleet):,.0f}"
-            )
+            duration, y = plan.days(fleet.estimate), across(worth(fleet))
+            drawing.line([(days(duration.low), y), (days(duration.high), y)], "whisker")
+            costs = f"{duration.seconds:.3g} days, {worth(fleet):,.0f}"
+            hint = f"{fleet.gpus:,} GPUs, {fleet.words}: {costs}"
             # hollow if another fleet is better
-            drawing.dot(days(found.seconds), y, hint, "dot" if fleet in front else "off")
+            drawing.dot(days(duration.seconds), y, hint, "dot" if fleet in front else "off")
             if name == "gpus" and words == "GPUs":
-                drawing.text(days(found.seconds) + 7, y - 7, f"{fleet.gpus:,}", "small")
+                drawing.text(days(duration.seconds) + 7, y - 7, f"{fleet.gpus:,}", "small")

@@ -195,12 +195,12 @@ class Pricing:
         further one adds the computation of the slowest rank.
         """
         micros, p = self.micros(choice), choice.pp
-        whole = micros <= STEADY * p
-        some = micros if whole else STEADY * p
+        full_step = micros <= STEADY * p
+        some = micros if full_step else STEADY * p
         lists = make_schedule(choice.schedule, p, some, choice.virtual_stages)
         stages = self.stages(choice)
         estimate, simulation = step_time(stages, lists, self.update(choice), self.spread)
-        if whole:
+        if full_step:
             return Timed(estimate, simulation, lists)
         parts = dict(estimate.parts)
         slowest = max(
@@ -244,11 +244,13 @@ class Pricing:
         ranks = self.capacity.ranks
         most = max(ranks.elements(choice, rank) for rank in ranks.telling(choice))
         # elements whose optimizer state this rank holds
-        own = most if choice.zero == 0 else most // (choice.dp * choice.cp)
-        if own not in self._updates:
-            rows = update_rows(own, own, True, self.program, moments=self.capacity.moments)
-            self._updates[own] = action_seconds(rows, self.machine(choice))
-        return self._updates[own], self._exposed_fsdp(choice, most, forward, backward)
+        local_params = most if choice.zero == 0 else most // (choice.dp * choice.cp)
+        if local_params not in self._updates:
+            rows = update_rows(
+                local_params, local_params, True, self.program, moments=self.capacity.moments
+            )
+            self._updates[local_params] = action_seconds(rows, self.machine(choice))
+        return self._updates[local_params], self._exposed_fsdp(choice, most, forward, backward)
 
     def _exposed_fsdp(
         self, choice: LayoutChoice, elements: int, forward: float, backward: float

@@ -100,8 +100,8 @@ def add_fleets(question: Question, plan: Plan) -> Plan:
     minutes.
     """
     first = plan.ranked[0]
-    own = Fleet(plan.gpus, first.estimate, first.words)
-    return replace(plan, fleets=(own, *_others(question, plan)))
+    fleet = Fleet(plan.gpus, first.estimate, first.words)
+    return replace(plan, fleets=(fleet, *_others(question, plan)))
 
 
 def _others(question: Question, plan: Plan) -> Iterator[Fleet]:
@@ -201,11 +201,11 @@ def search_layouts(question: Question, best: int = SIMULATED) -> SearchResult:
     nearest: tuple[int, LayoutChoice] | None = None
     fastest: dict[tuple, tuple[float, int, bool, LayoutChoice]] = {}
     memory = question.cluster.device.memory
-    whole: LayoutChoice | None = None
+    full: LayoutChoice | None = None
     for choice in question.space().choices():
         considered += 1
         # choices come in the order none, selective, full
-        if choice.recompute == "selective" and choice._replace(recompute="none") == whole:
+        if choice.recompute == "selective" and choice._replace(recompute="none") == full:
             fitting += 1  # as what computes nothing again does, which is faster
             continue
         size = question.fullest_bytes(choice)
@@ -214,7 +214,7 @@ def search_layouts(question: Question, best: int = SIMULATED) -> SearchResult:
                 nearest = size, choice
             continue
         fitting += 1
-        whole = choice if choice.recompute == "none" else whole
+        full = choice if choice.recompute == "none" else full
         kind = choice._replace(zero=1, context="ring")
         # the closed forms are a ring's: what is gathered is longer than what they count
         gathers = choice.context == "gather"
@@ -320,6 +320,6 @@ def bound(parts: dict[str, float]) -> str:
     for name, seconds in parts.items():
         name = BOUNDS.get(name, name)
         sums[name] = sums.get(name, 0.0) + seconds
-    whole, computed = sum(sums.values()), sums.pop("compute", 0.0)
+    full, computed = sum(sums.values()), sums.pop("compute", 0.0)
     name, most = max(sums.items(), key=lambda item: item[1], default=("compute", 0.0))
-    return name if most > 0.1 * whole or computed == 0 else "compute"
+    return name if most > 0.1 * full or computed == 0 else "compute"

@@ -35,23 +35,21 @@ def shorten_step(run: RunConfig, rank: int, exact: bool = False) -> DryRunSteps:
     layout, size = run.layout, run.microbatch_size
     if not 0 <= rank < layout.world:
         raise ValueError(f"rank {rank} is none of the {layout.world} of this layout")
-    whole = layout.make_schedule(run.train.global_batch_size, size)
+    full = layout.make_schedule(run.train.global_batch_size, size)
     if exact or layout.schedule.endswith((".txt", ".yaml")):
-        return DryRunSteps(whole, {})
+        return DryRunSteps(full, {})
     pp_rank = rank // (layout.world // layout.pp)
-    period = layout.pp if whole.chunks > 1 and whole.placement == "loop" else 1
+    period = layout.pp if full.chunks > 1 and full.placement == "loop" else 1
     # the first and the last microbatch are never part of the period
     first = period + 2
-    first += (whole.micros - first) % period  # what is left out are whole periods
-    last = min(whole.micros, 2 * layout.pp * whole.chunks + 3 * period)
+    first += (full.micros - first) % period  # what is left out are whole periods
+    last = min(full.micros, 2 * layout.pp * full.chunks + 3 * period)
     for micros in range(first, last, period):
         short = layout.make_schedule((layout.dp or 1) * micros * size, size)
         repeated = find_period(short, pp_rank, period)
         if repeated:  # as many microbatches are in flight in it as in the whole step
-            return DryRunSteps(
-                short, dict.fromkeys(repeated, 1 + (whole.micros - micros) // period)
-            )
-    return DryRunSteps(whole, {})
+            return DryRunSteps(short, dict.fromkeys(repeated, 1 + (full.micros - micros) // period))
+    return DryRunSteps(full, {})
 
 
 def find_period(schedule: Schedule, pp_rank: int, period: int) -> Sequence[Action]:
@@ -70,8 +68,8 @@ def find_period(schedule: Schedule, pp_rank: int, period: int) -> Sequence[Actio
     done, edge = done.cumsum(0), edge.cumsum(0)
     # a period has two actions for each microbatch and chunk, or three where backward is split
     for length in range(2 * period * schedule.chunks, 3 * period * schedule.chunks + 1):
-        whole = (done[length:] - done[:-length] == period).all((1, 2))
-        starts = np.flatnonzero(whole & (edge[length:] == edge[:-length]))
+        full = (done[length:] - done[:-length] == period).all((1, 2))
+        starts = np.flatnonzero(full & (edge[length:] == edge[:-length]))
         if len(starts):
             start = starts[np.abs(2 * starts + length - len(actions)).argmin()]
             return actions[start : start + length]

@@ -171,12 +171,12 @@ class PredictionErrors:
         """Return the 90 % interval for a device's group: from its own errors, but no narrower than
         from those of all devices; twice the latter if it has none.
         """
-        own = [abs(e) for _, _, g, e in self.rows if g == group]
+        errors = [abs(e) for _, _, g, e in self.rows if g == group]
         everything = [
             abs(e) for _, _, g, e in self.rows if g.endswith(EXPERTS) == group.endswith(EXPERTS)
         ]
-        if own:
-            return ErrorSpread(max(half_width(own), half_width(everything)), len(own), True)
+        if errors:
+            return ErrorSpread(max(half_width(errors), half_width(everything)), len(errors), True)
         # an unknown device is predicted less well: twice as wide
         return ErrorSpread(2 * half_width(everything), len(everything), False)
 

@@ -90,7 +90,7 @@ def choose(job: Job, models: Mapping[str, ModelSource]) -> BestOfN:
     one with the highest reward to --best. Return the counts. Rows without any reward are left out.
     Raises ValueError, with nothing written, for a file that is not such an output.
     """
-    made, best, all_rewards, failed, without = [], [], [], 0, 0
+    rows_out, best, all_rewards, failed, without = [], [], [], 0, 0
     with _combined_reward(job.config, models) as reward:
         for fields, where in _rows(job.output):
             row = PromptRow(
@@ -110,9 +110,9 @@ def choose(job: Job, models: Mapping[str, ModelSource]) -> BestOfN:
             best.append(max(scored))
             chosen = fields["samples"][rewards.index(best[-1])]
             # of equal rewards the first sample is taken
-            made.append(json_line({**row.fields, **chosen, "reward": best[-1]}))
-    write.replace(expand(job.config.best or ""), b"".join(made))
-    return BestOfN(len(made), without, failed, _mean(best), _mean(all_rewards))
+            rows_out.append(json_line({**row.fields, **chosen, "reward": best[-1]}))
+    write.replace(expand(job.config.best or ""), b"".join(rows_out))
+    return BestOfN(len(rows_out), without, failed, _mean(best), _mean(all_rewards))
 
 
 def _tokens(job: Job, row: PromptRow) -> list[int]:

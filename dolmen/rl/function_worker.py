@@ -30,13 +30,13 @@ LARGEST = 1e15
 Reply = dict[str, float | str | None]
 
 
-def check_function_name(name: str, option: str, others: str = "") -> None:
+def check_function_name(name: str, option: str, alternatives: str = "") -> None:
     """Raise ValueError, about option `option`, where `name` is not of the form MODULE:FUNCTION;
-    `others` lists the other values it may have, for the message.
+    `alternatives` lists the other values it may have, for the message.
     """
     module, _, function = name.partition(":")
     if not function or not all(part.isidentifier() for part in (*module.split("."), function)):
-        raise ValueError(f"{option} is {name}: it must be {others}MODULE:FUNCTION")
+        raise ValueError(f"{option} is {name}: it must be {alternatives}MODULE:FUNCTION")
 
 
 class FunctionWorker:
@@ -205,11 +205,11 @@ def compute_reward(function: Callable[..., object], request: dict[str, Any]) -> 
     is no number (bool is none) or not below LARGEST.
     """
     # numpy and torch scalars have __float__
-    found = function(request["prompt"], request["completion"], request["row"])
-    kind = type(found).__name__  # numpy's bool is not Python's
-    if not isinstance(found, SupportsFloat) or kind.startswith("bool"):
+    result = function(request["prompt"], request["completion"], request["row"])
+    kind = type(result).__name__  # numpy's bool is not Python's
+    if not isinstance(result, SupportsFloat) or kind.startswith("bool"):
         return {"failed": f"it returned {kind}, not a number"}
-    reward = float(found)
+    reward = float(result)
     return {"reward": reward} if abs(reward) < LARGEST else {"failed": f"it gave {reward}"}
 
 

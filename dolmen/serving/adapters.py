@@ -194,7 +194,7 @@ def _place(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
     if refused:
         raise ValueError(refused[0])
     # every adapter of a weight is kept; a forward multiplies those that it has tokens of
-    adapted = {weight: MultiLora(own, turn) for weight, own in pairs.items()}
+    adapted = {weight: MultiLora(pair, turn) for weight, pair in pairs.items()}
     return Adapters(frozenset(lows), adapted, turn)
 
 
@@ -212,16 +212,16 @@ def _read_pair(low: LowRank, weight: str, model: Decoder) -> Pair:
     read = low.tensors(weight)
     params = (form.down(param), form.up(param), form.magnitude(param))
     down, up, *lengths = (
-        _local_part(value.to(model.device), own, tp)
-        for value, own in zip(read.values(), params, strict=False)
+        _local_part(value.to(model.device), param, tp)
+        for value, param in zip(read.values(), params, strict=False)
     )
     gain = None
     if lengths:
         # row parallel: norms over inputs are sums over tp
         inputs = any(c.axis == "tp" and c.dim == 1 and c.splits(tp.size) for c in param.shards)
-        own = tensor.Adapter(down, up, form.scale, lengths[0], over_inputs=inputs)
+        adapter = tensor.Adapter(down, up, form.scale, lengths[0], over_inputs=inputs)
         # DoRA (2402.09353): magnitude / norm of (W + scale * up down), fixed at inference
-        gain = own.gain(weight_here, tp)
+        gain = adapter.gain(weight_here, tp)
     # scaled before it is rounded to the model's dtype, so only once
     wide = torch.promote_types(up.dtype, torch.float32)
     pair = Pair(
@@ -240,12 +240,12 @@ def _read_pair(low: LowRank, weight: str, model: Decoder) -> Pair:
 
 
 def _local_part(
-    whole: Float[Tensor, "*whole"], param: ParamSpec, tp: Axis
+    full: Float[Tensor, "*whole"], param: ParamSpec, tp: Axis
 ) -> Float[Tensor, "*here"]:
     """Return this rank's tp shard of a parameter, or all of it if it is replicated. `param`: its
     spec.
     """
     for shard in param.shards:
         if shard.axis == "tp" and shard.splits(tp.size):
-            whole = collectives.local_part(whole, shard.dim, tp)
-    return whole
+            full = collectives.local_part(full, shard.dim, tp)
+    return full

@@ -107,7 +107,7 @@ class BlockTable:
                 if self._users[page] == 1:  # shared pages come first
                     break
                 users.setdefault(page, []).append(sequence)
-        return {page: own for page, own in users.items() if len(own) > 1}
+        return {page: sequences for page, sequences in users.items() if len(sequences) > 1}
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence and free its pages, except those that other sequences share."""

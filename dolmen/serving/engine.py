@@ -85,11 +85,11 @@ def load_decoder(
     if weights == "int8":
         check_int8(source.spec, mesh.device.type, sharded=False)
     model = build.place(source.spec, mesh, schedule=schedule, dtype=dtype)
-    own = None if schedule is None else [name for name, _ in model.named_parameters()]
+    parameter_names = None if schedule is None else [name for name, _ in model.named_parameters()]
 
     def stream(write: Callable[[str, Tensor], None]) -> None:
         """Write the parameters of this rank, one by one."""
-        load_weights(source, write, own)
+        load_weights(source, write, parameter_names)
 
     if weights == "int8":
         build.load_inference_weights(model, mesh, weights, stream)

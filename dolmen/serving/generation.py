@@ -77,8 +77,8 @@ class Detokenizer:
         if self._read < len(self.tokens) - 1:
             # bytes held back are characters of their own, unless this token completes them
             before = self._decode(self._before, len(self.tokens) - 1)
-            own = len(text) > len(before) and text.startswith(before)
-            start = len(self._text) + (len(before) - len(known) if own else 0)
+            appended = len(text) > len(before) and text.startswith(before)
+            start = len(self._text) + (len(before) - len(known) if appended else 0)
         else:
             start = len(self._text)
         self.offset = max(self.offset, start)

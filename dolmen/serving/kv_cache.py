@@ -136,8 +136,8 @@ class KVPool:
         for kept in self.kept:
             # [sequences, pages, kv_heads, page_size, size] -> [sequences, pages * page_size,
             # kv_heads, size]
-            whole = kept[group.pages].transpose(2, 3).flatten(1, 2)
-            out.append(whole[:, : group.past + group.new])
+            full = kept[group.pages].transpose(2, 3).flatten(1, 2)
+            out.append(full[:, : group.past + group.new])
         return out
 
     def compact(self, before: Int64[Tensor, " pages"]) -> None:
@@ -217,8 +217,8 @@ class LayerBatch:
         forward's tokens; those of padding are 0.
         """
         batch = self.batch
-        queries, own = q[0], [t[0, : batch.num_tokens] for t in new]
-        self.pool.write(own, batch.slots, batch.page_size, batch.total)
+        queries, new_tokens = q[0], [t[0, : batch.num_tokens] for t in new]
+        self.pool.write(new_tokens, batch.slots, batch.page_size, batch.total)
         out = []
         if batch.pages is not None:
             # decode: one query each against all pages of the pool, others masked
@@ -228,7 +228,7 @@ class LayerBatch:
             if group.past:
                 kept = self.pool.gather(group)
             else:  # nothing is cached: the new keys and values are all there is
-                kept = [t[group.tokens].unflatten(0, (-1, group.new)) for t in own]
+                kept = [t[group.tokens].unflatten(0, (-1, group.new)) for t in new_tokens]
             out.append(of_texts(rows, *kept, group.documents).flatten(0, 1))
         # padding exists for sequence parallelism only, which needs a multiple of tp tokens
         if len(queries) > batch.num_tokens:
@@ -288,8 +288,8 @@ class KVCache:
         positions = torch.tensor(index + [0] * padding)[None]
         if spans or self.streams > 1:
             token_spans = [span[sequence] for sequence in owner] + [PositionSpan()] * padding
-            _, *said = torch.tensor(token_spans).unbind(-1)
-            positions = span_positions(positions[0], *said)[: self.streams]
+            _, *columns = torch.tensor(token_spans).unbind(-1)
+            positions = span_positions(positions[0], *columns)[: self.streams]
         token_lengths = None
         if self.by_length:
             known = lengths or table.lengths
@@ -360,13 +360,13 @@ class KVCache:
             if count > 1:
                 by_length.setdefault((past[sequence], count), []).append(sequence)
         groups, first = [], sum(count == 1 for count in new.values())
-        for (start, count), own in by_length.items():
-            pages = torch.tensor([self.table.pages[sequence] for sequence in own])
-            tokens = slice(first, first + count * len(own))
-            prefixes = _prefixes(start, count, [span[sequence].prefix for sequence in own])
+        for (start, count), sequences in by_length.items():
+            pages = torch.tensor([self.table.pages[sequence] for sequence in sequences])
+            tokens = slice(first, first + count * len(sequences))
+            prefixes = _prefixes(start, count, [span[sequence].prefix for sequence in sequences])
             documents = None if prefixes is None else prefixes.on(device)
             groups.append(
-                PrefillGroup(own, tokens, start, count, to_device(pages, device), documents)
+                PrefillGroup(sequences, tokens, start, count, to_device(pages, device), documents)
             )
             first = tokens.stop
         return groups
@@ -379,11 +379,11 @@ class KVCache:
         """
         if len(sequences) == 1:
             return self._single_decode(sequences[0], device)
-        table, own, owner, back = self.table, [], [], []
+        table, page_list, owner, back = self.table, [], [], []
         shared = table.shared_pages(sequences)
         for i, sequence in enumerate(sequences):
             pages, end = table.pages[sequence], table.lengths[sequence] - 1
-            own += pages
+            page_list += pages
             owner += [i] * len(pages)
             # distance from the query to the first token of page j: end - j * page_size
             back += range(end, end - len(pages) * table.page_size, -table.page_size)
@@ -391,25 +391,25 @@ class KVCache:
         entries = torch.zeros((2, table.total + most * len(shared)), dtype=torch.int64)
         entries[1] = -1  # pages of other sequences are masked
         # a page of two owners is written twice here, and corrected below
-        entries[:, own] = torch.tensor([owner, back])
+        entries[:, page_list] = torch.tensor([owner, back])
         if shared:
             entries[1, list(shared)] = -1  # these have entries of their own
             self._fill_shared(sequences, shared, entries[:, table.total :].view(2, -1, most))
-        owners, begins = to_device(entries, device)
+        owners, starts = to_device(entries, device)
         index = to_device(torch.tensor(list(shared)), device) if shared else None
         places = torch.arange(table.page_size, device=device)
         # token p of a page lies p fewer tokens back; negative: behind the query, masked
-        return Pages(owners, begins[:, None] - places, index)
+        return Pages(owners, starts[:, None] - places, index)
 
     def _single_decode(self, sequence: int, device: torch.device) -> Alone:
         """Return the pages of the only sequence that decodes, as a slice if they are consecutive
         (no copy), else as indices.
         """
-        own, length = self.table.pages[sequence], self.table.lengths[sequence]
-        first, end = own[0], own[0] + len(own)
-        if own == list(range(first, end)):
+        pages, length = self.table.pages[sequence], self.table.lengths[sequence]
+        first, end = pages[0], pages[0] + len(pages)
+        if pages == list(range(first, end)):
             return Alone(slice(first, end), length)
-        return Alone(to_device(torch.tensor(own), device), length)
+        return Alone(to_device(torch.tensor(pages), device), length)
 
     def _fill_shared(
         self,
@@ -423,12 +423,12 @@ class KVCache:
         fewer owners is left as it is.
         """
         query = {sequence: i for i, sequence in enumerate(sequences)}
-        for i, (page, own) in enumerate(shared.items()):
+        for i, (page, users) in enumerate(shared.items()):
             # a shared page has the same index in all its owners, as it comes from one prompt
-            first = self.table.pages[own[0]].index(page) * self.table.page_size
-            back = [self.table.lengths[sequence] - 1 - first for sequence in own]
-            entries[0, i, : len(own)] = torch.tensor([query[sequence] for sequence in own])
-            entries[1, i, : len(own)] = torch.tensor(back)
+            first = self.table.pages[users[0]].index(page) * self.table.page_size
+            back = [self.table.lengths[sequence] - 1 - first for sequence in users]
+            entries[0, i, : len(users)] = torch.tensor([query[sequence] for sequence in users])
+            entries[1, i, : len(users)] = torch.tensor(back)
 
     def _record_usage(self) -> None:
         """Update the maxima that `usage` reports."""

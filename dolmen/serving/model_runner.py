@@ -141,15 +141,15 @@ def _make_head_function(
 
     def head_function(hidden: Tensor, head: LMHead) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the logits of the next tokens, and the log-probabilities of labels by sequence."""
-        whole, head = _gather_tokens(hidden, head)
+        full, head = _gather_tokens(hidden, head)
         labelled = {}
         for sequence, chunk in chunks.items():
             if chunk.labels:
                 start = begin[sequence] + chunk.first
-                own = whole[start : start + len(chunk.labels)]
+                logits = full[start : start + len(chunk.labels)]
                 labels = to_device(torch.tensor(chunk.labels), device)
-                labelled[sequence] = _label_logprobs(model, own, head, labels, chunk.top)
-        return _logits(model, whole[rows], head), labelled
+                labelled[sequence] = _label_logprobs(model, logits, head, labels, chunk.top)
+        return _logits(model, full[rows], head), labelled
 
     return head_function
 
@@ -173,8 +173,8 @@ def _logits(
     wider.
     """
     logits = head.logits(hidden)[0]
-    whole = vocabulary.gather_vocabulary(logits, model.spec.vocab_size, model.tp.axis)
-    return whole if whole.dtype == torch.float64 else whole.float()
+    full = vocabulary.gather_vocabulary(logits, model.spec.vocab_size, model.tp.axis)
+    return full if full.dtype == torch.float64 else full.float()
 
 
 def _label_logprobs(
@@ -191,7 +191,7 @@ def _label_logprobs(
     rows = max(1, MAX_LOGITS // model.spec.vocab_size)
     return torch.cat(
         [
-            sampling.log_probabilities(_logits(model, some, head), own, top)
-            for some, own in zip(hidden.split(rows), labels.split(rows), strict=True)
+            sampling.log_probabilities(_logits(model, some, head), row_labels, top)
+            for some, row_labels in zip(hidden.split(rows), labels.split(rows), strict=True)
         ]
     )

@@ -115,10 +115,10 @@ def check_finished(output: Path, rows: Iterable[PromptRow]) -> None:
         for number, line in enumerate(iter(lambda: stream.readline(LONGEST), b""), 1):
             if not line.strip():
                 continue
-            if not line.endswith(b"\n") or (found := _parse_object(line)) is None:
+            if not line.endswith(b"\n") or (fields := _parse_object(line)) is None:
                 return
             row = next(wanted, None)
-            if row is None or not _belongs_to(found, row):
+            if row is None or not _belongs_to(fields, row):
                 what = "is behind the last row's"
                 raise ValueError(
                     f"--resume: {output}, line {number}: it "
@@ -127,12 +127,12 @@ def check_finished(output: Path, rows: Iterable[PromptRow]) -> None:
                 )
 
 
-def _belongs_to(found: Mapping[str, Any], row: PromptRow) -> bool:
+def _belongs_to(fields: Mapping[str, Any], row: PromptRow) -> bool:
     """Return whether an output line has exactly the fields of its input row, and those of a
     completion besides.
     """
-    carried = {name: value for name, value in found.items() if name not in OUTPUT_FIELDS}
-    return len(carried) < len(found) and json_line(carried) == json_line(row.fields)
+    carried = {name: value for name, value in fields.items() if name not in OUTPUT_FIELDS}
+    return len(carried) < len(fields) and json_line(carried) == json_line(row.fields)
 
 
 class OutputFile:

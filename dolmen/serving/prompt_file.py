@@ -181,7 +181,7 @@ class PromptFile:
         most = self.config.of_tokens.max_new_tokens
         for place, line in enumerate(read_lines(self.file)):
             try:
-                request, whole = self.request(line.row(self.config.max_row_bytes))
+                request, full = self.request(line.row(self.config.max_row_bytes))
             except Refused:
                 if not self.config.skip_bad:
                     raise
@@ -190,7 +190,7 @@ class PromptFile:
             # an index, not a line number: blank lines do not count
             places.append(place)
             # counted for the summary that is printed
-            cut += not whole
+            cut += not full
             short += request.params.max_new_tokens < most
         if not places:
             raise ValueError(f"--input {self.file} has no valid row")
@@ -222,8 +222,8 @@ class PromptFile:
             raise
         except ValueError as error:
             raise gate.refuse(row.where, error) from error
-        whole = len(tokens)
-        if config.max_input_tokens is not None and whole > config.max_input_tokens:
+        full = len(tokens)
+        if config.max_input_tokens is not None and full > config.max_input_tokens:
             tokens = self._cut(tokens, config.max_input_tokens)
         params, most = config.of_tokens, spec.max_position_embeddings
         if len(tokens) > most:
@@ -252,7 +252,7 @@ class PromptFile:
             span_of(spec, tokens)
         except ValueError as error:
             raise gate.refuse(row.where, error) from error
-        return request, len(tokens) == whole
+        return request, len(tokens) == full
 
     def _tokens(self, row: PromptRow) -> list[int]:
         """Return the token ids of a row's prompt; a chat goes through the chat template. Raises

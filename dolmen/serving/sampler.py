@@ -129,9 +129,9 @@ def _parse_logprob(numbers: Sequence[float], top: int) -> LogProb:
     """Parse a row of `sampling.log_probabilities`: the token's own, the other tokens' values, their
     ids. Only the first `top` of these others are returned.
     """
-    label, *others = numbers
-    half = len(others) // 2
-    best = zip(others[half:], others[:half], strict=True)
+    label, *rest = numbers
+    half = len(rest) // 2
+    best = zip(rest[half:], rest[:half], strict=True)
     return LogProb(label, tuple((int(token), value) for token, value in best)[:top])
 
 
@@ -170,11 +170,11 @@ def sample_tokens(
     for i, (_, group, _) in enumerate(draws):
         by_params.setdefault((group.request.params, group.request.logprobs), []).append(i)
     places, parts = [], []
-    for (params, kind), own in by_params.items():
-        some = [draws[i] for i in own]
+    for (params, kind), members in by_params.items():
+        some = [draws[i] for i in members]
         raw = _rows(logits, [index for index, _, _ in some])
         rows = [(group, number) for _, group, number in some]
-        places += own
+        places += members
         parts.append(_sample_group(rows, raw, params, kind, never, tp, top))
     if len(parts) == 1:  # a server's requests mostly have the same options
         return parts[0]

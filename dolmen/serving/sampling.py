@@ -304,8 +304,8 @@ def log_probabilities(
     those of the `top` most likely tokens, and the ids of these.
     """
     values = scores.double().log_softmax(-1)
-    own = values.gather(-1, tokens[:, None])
+    chosen = values.gather(-1, tokens[:, None])
     if not top:
-        return own
+        return chosen
     best = values.topk(min(top, values.shape[-1]), -1)
-    return torch.cat((own, best.values, best.indices.double()), -1)
+    return torch.cat((chosen, best.values, best.indices.double()), -1)

@@ -191,8 +191,8 @@ class Scheduler:
             return True
         pending = {key: other.num_uncomputed for key, other in self.running.items()}
         # each further sample copies the last page when the group forks
-        own = self.table.pages_for([len(group.tokens)]) + len(group.samples) - 1
-        return self.table.in_use + self.table.growth(pending) + own <= self.limits.pages
+        needed = self.table.pages_for([len(group.tokens)]) + len(group.samples) - 1
+        return self.table.in_use + self.table.growth(pending) + needed <= self.limits.pages
 
     def schedule(self) -> dict[int, int]:
         """Return for each sequence key how many tokens the next forward reads. Preempts the

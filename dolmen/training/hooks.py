@@ -38,7 +38,7 @@ class TrainingHooks:
     """The periodic work of a run, as a table of (every, hook). Every rank calls each hook, as some
     contain collectives; the first rank alone prints and writes.
 
-    `began` is the start of the run by time.monotonic(), moved back by the seconds of earlier
+    `started_at` is the start of the run by time.monotonic(), moved back by the seconds of earlier
     starts.
     """
 
@@ -54,7 +54,7 @@ class TrainingHooks:
         console: Console,
         stop: Stop,
         watch: Watch,
-        began: float,
+        started_at: float,
     ):
         self.stop = stop
         # a dynamic loss scale starts at 2^16 and is halved at each overflow: 16 skipped steps in a
@@ -71,7 +71,7 @@ class TrainingHooks:
         self.checkpoints = checkpoints
         self.flops = count.training_flops_per_token(run.trained, run.sequence_length)
         self.peak = peak
-        self.began = began
+        self.began = started_at
         self.validator = Validator(run, loader, mesh, out, watch)
         # by the starts before
         # steps without an update that are not part of the critic's warm-up
@@ -229,7 +229,7 @@ class TrainingHooks:
         """
         if state.step != self.run.log.profile:
             return
-        began = time.monotonic()
+        started_at = time.monotonic()
 
         def facts(seconds: float) -> dict[str, float]:
             """Return tokens per second and MFU of a step that took `seconds`."""
@@ -239,7 +239,7 @@ class TrainingHooks:
 
         for line in self.profile.write(facts):
             self.line.say(line)
-        self.since += time.monotonic() - began  # not the training's time
+        self.since += time.monotonic() - started_at  # not the training's time
 
     def validate(self, state: TrainState, m: StepMetrics | None) -> None:
         """Validate; write the result to metrics.jsonl and the trackers, and print it. `m` is not
@@ -248,10 +248,10 @@ class TrainingHooks:
         """
         if self.stop.agreed_signal:
             return  # the time left is for saving
-        began = time.monotonic()
+        started_at = time.monotonic()
         row, lines = self.validator.measure(state)
-        self.since += time.monotonic() - began  # not the training's time
-        row |= {"time": time.time(), "seconds": began - self.began}
+        self.since += time.monotonic() - started_at  # not the training's time
+        row |= {"time": time.time(), "seconds": started_at - self.began}
         for writer in self.writers:
             writer.write(row)
         for line in lines:
@@ -263,9 +263,9 @@ class TrainingHooks:
         """
         if self.evaluator is None or self.stop.agreed_signal:
             return  # the time left is for saving
-        began = time.monotonic()
+        started_at = time.monotonic()
         scores, samples = self.evaluator.scores(state), self.evaluator.samples(state)
-        self.since += time.monotonic() - began  # not the training's time
+        self.since += time.monotonic() - started_at  # not the training's time
         if scores:
             for writer in self.writers:
                 writer.write({"step": state.step, **scores, "time": time.time()})
@@ -363,5 +363,5 @@ def critic_row(m: StepMetrics | None) -> dict[str, float]:
     if m is None:
         return {}
     objective = {name.removeprefix("objective/"): value for name, value in m.objective.items()}
-    own = {"loss": m.loss, "grad_norm": m.grad_norm, "lr": m.lr, **m.router, **objective}
-    return {f"critic/{name}": value for name, value in own.items()}
+    numbers = {"loss": m.loss, "grad_norm": m.grad_norm, "lr": m.lr, **m.router, **objective}
+    return {f"critic/{name}": value for name, value in numbers.items()}

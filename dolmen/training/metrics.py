@@ -219,8 +219,8 @@ class HistoryFile:
         represent.
         """
         if self.handle is not None:
-            whole = {"step": step, "time": time.time(), **row}
-            self.handle.write(json.dumps(whole, allow_nan=False) + "\n")
+            full = {"step": step, "time": time.time(), **row}
+            self.handle.write(json.dumps(full, allow_nan=False) + "\n")
 
     def close(self) -> None:
         """Close the file, if it was opened."""

@@ -227,11 +227,11 @@ def _checkpoint_state(
         for kind, value in optimizer.state.get(p, {}).items():
             # sharded as its parameter is, or a scalar (a step count): another layout can read
             # either
-            whole = isinstance(value, Tensor) and (
+            full = isinstance(value, Tensor) and (
                 value.ndim == 0
                 or state.is_distributed(type(value)) == state.is_distributed(type(p))
             )
-            if whole:
+            if full:
                 tensors[f"{kind}/{name}"] = value
             elif isinstance(value, (int, float)):
                 numbers[f"{kind}/{name}"] = value

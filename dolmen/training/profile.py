@@ -209,10 +209,10 @@ class Profile:
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in known.items())
         text += [f"{numbers} (under the profiler)"] if known else []
         rows = [{"rank": r, "stage": s, **asdict(table)} for r, s, table in tables]
-        whole = {"step": self.number, **known, "ranks": rows}
+        full = {"step": self.number, **known, "ranks": rows}
         with _collect_failure(failed):
             to = self._make()
-            write.replace(to / "table.json", json.dumps(whole, indent=1) + "\n")
+            write.replace(to / "table.json", json.dumps(full, indent=1) + "\n")
             write.replace(to / "table.txt", "\n".join([*text, "", operators]) + "\n")
         return text
 

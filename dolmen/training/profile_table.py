@@ -221,12 +221,12 @@ def _gpu_work(
     for kernel in kernels:
         # equal kernels of equal duration are told apart by their order alone, which suffices for
         # sums
-        own, length = name_kind(kernel.name), kernel.time_range.elapsed_us()
+        kernel_kind, length = name_kind(kernel.name), kernel.time_range.elapsed_us()
         known = launch_kinds.get((kernel.name, length))
-        kind, recomputed = known.popleft() if known else (own, False)
+        kind, recomputed = known.popleft() if known else (kernel_kind, False)
         # a copy inside of an FSDP range is no communication: the kernel's own name decides
-        if is_collective(own) != is_collective(kind) or kind == OTHER:
-            kind = own
+        if is_collective(kernel_kind) != is_collective(kind) or kind == OTHER:
+            kind = kernel_kind
         # kernels may overlap the ends of the step's range
         start, end = max(kernel.time_range.start, step.start), min(kernel.time_range.end, step.end)
         if end > start:

@@ -188,10 +188,10 @@ def _compute_rows(
         local = forward.log_probabilities(
             model, rows.batch(batch_rows[local_rows]), mesh, state.schedule
         )
-        whole = torch.zeros((size, *local.shape[1:]), dtype=local.dtype, device=local.device)
-        whole[local_rows] = local
+        full = torch.zeros((size, *local.shape[1:]), dtype=local.dtype, device=local.device)
+        full[local_rows] = local
         # of each row one rank of dp has the numbers, and the others 0
-        numbers = collectives.reduce_scalar(whole, mesh.dp).cpu().numpy()
+        numbers = collectives.reduce_scalar(full, mesh.dp).cpu().numpy()
         if logprobs is None:
             logprobs = np.zeros(len(rows.examples.tokens), numbers.dtype)
         for row, indices in enumerate(batch_rows):

@@ -76,8 +76,10 @@ def _model(run: RunConfig) -> str:
     spec = run.spec
     trained = ""
     if run.training.adapter is not None:
-        own, total = count.trainable_parameters(run.trained), count.parameters(run.trained)
-        trained = f" (LoRA rank {run.adapter.rank} trains {size(own)}, {own / total:.2%})"
+        trainable, total = count.trainable_parameters(run.trained), count.parameters(run.trained)
+        trained = (
+            f" (LoRA rank {run.adapter.rank} trains {size(trainable)}, {trainable / total:.2%})"
+        )
     return (
         f"{run.known_model.model_type}, {size(count.parameters(spec))} parameters{trained}: "
         f"{plural(spec.layers, 'layer')}, hidden {spec.hidden_size}, "

@@ -190,8 +190,8 @@ def checkpoint_to_resume(out: Path, resumes: bool) -> Path | None:
     """Return the newest complete checkpoint in the run's folder, or None; None also where the run
     does not resume.
     """
-    whole = folders.list_checkpoints(out / "checkpoints") if resumes else {}
-    return whole[max(whole)] if whole else None
+    full = folders.list_checkpoints(out / "checkpoints") if resumes else {}
+    return full[max(full)] if full else None
 
 
 @dataclass(frozen=True)

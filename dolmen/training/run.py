@@ -123,7 +123,7 @@ def run_training(
     stop:     set by a signal handler, to end early with a checkpoint
     prepared: `config` as this process has already resolved it, with its data
     """
-    began, start = time.monotonic(), start or StartMode(resumed, overwrite)
+    started_at, start = time.monotonic(), start or StartMode(resumed, overwrite)
     # around everything: weights are sampled within too
     with determinism.deterministic_mode(config.train.deterministic):
         resolved, loader = prepared or prepare(config, out, mesh, start)
@@ -137,7 +137,7 @@ def run_training(
             stop or Stop(),
             watch or Watch(out / "hang", mesh.rank, mesh.size, None, print),
             Checkpoints(out / "checkpoints", mesh, resolved.config.checkpoint.keep),
-            began,
+            started_at,
         )
         # before the first collective that depends on the data
         require_same_data(loader, mesh)
@@ -157,8 +157,8 @@ def prepare(config: RunConfig, out: Path, mesh: Mesh, start: StartMode) -> Prepa
     decides whether the newest checkpoint in `out` may stand in for initial models. The data are not
     verified again: the process that started the run has done that.
     """
-    own = checkpoint_to_resume(out, start.resumed)
-    resolved = resolve(config, mesh.size, own)
+    checkpoint = checkpoint_to_resume(out, start.resumed)
+    resolved = resolve(config, mesh.size, checkpoint)
     data = open_data(resolved, progress=mesh.first, verify=False)
     return Prepared(resolved, load_data(resolved, data, progress=mesh.first, verify=False))
 

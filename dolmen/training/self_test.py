@@ -47,12 +47,12 @@ def check_machine(spec: ModelSpec, exact: Exact, microbatch_size: int, mesh: Mes
     """
     shapes = product_shapes(spec, exact, microbatch_size, mesh.tp.size)
     if mesh.device.type == "cpu":
-        found = find_broken_product(shapes) or find_broken_attention(
+        broken_product = find_broken_product(shapes) or find_broken_attention(
             spec, exact, microbatch_size, mesh.tp.size
         )
     else:
-        found = f"any sum: it computes on {mesh.device.type}"
-    words = f"{found}, with {torch.get_num_threads()} threads" if found else None
+        broken_product = f"any sum: it computes on {mesh.device.type}"
+    words = f"{broken_product}, with {torch.get_num_threads()} threads" if broken_product else None
     # one process has no peers to ask, and perhaps no group
     everyone = consensus.gather_objects(words) if mesh.size > 1 else [words]
     for rank, broken in enumerate(everyone):
@@ -132,12 +132,12 @@ def find_broken_product(shapes: Iterable[ProductShape]) -> str | None:
     for shape in shapes:
         a = _random_matrix(shape.m, shape.k, "a" in shape.transposed)
         b = _random_matrix(shape.k, shape.n, "b" in shape.transposed)
-        whole = invariant.product(a, b)
-        if not _equals_one_thread(a, b, whole):
+        full = invariant.product(a, b)
+        if not _equals_one_thread(a, b, full):
             return f"the product of {shape.m} x {shape.k} and {shape.k} x {shape.n} than one thread"
         for m, n in ((0, 0), (shape.m - shape.leaf_m, shape.n - shape.leaf_n)):
             rows, columns = slice(m, m + shape.leaf_m), slice(n, n + shape.leaf_n)
-            if not _equals_one_thread(a[rows], b[:, columns], whole[rows, columns]):
+            if not _equals_one_thread(a[rows], b[:, columns], full[rows, columns]):
                 return (
                     f"the product of {shape.m} x {shape.k} and {shape.k} x {shape.n} than in its "
                     f"part of {shape.leaf_m} x {shape.leaf_n}"
@@ -186,12 +186,12 @@ def find_broken_attention(
             torch.randn(microbatch_size, exact.tokens, n, mixer.head_size, generator=generator)
             for n in (heads, kv_heads, kv_heads, heads)
         )
-        whole = _attention(q, k, v, g)
+        full = _attention(q, k, v, g)
         cut = (t[-1:, :, -n:] for t, n in zip((q, k, v, g), (group, 1, 1, group), strict=True))
         with _one_thread():
             part = _attention(*cut)
-        for own, of_all in zip(part, whole, strict=True):
-            if not torch.equal(own, of_all[-1:, :, -own.shape[2] :]):
+        for rank_part, of_all in zip(part, full, strict=True):
+            if not torch.equal(rank_part, of_all[-1:, :, -rank_part.shape[2] :]):
                 return f"attention over {exact.tokens} tokens of {heads} heads than of {group}"
     return None
 

@@ -362,7 +362,9 @@ def _suggest_families(options: Collection[str], known: Collection[str]) -> str:
     for option in options:
         path = option.removeprefix(MODEL).removeprefix("no-").replace("-", "_")
         having = [family for family in families().values() if path in family.names]
-        same = [n for f in having for n, own in f.names.items() if own == f.names[path]]
+        same = [
+            n for f in having for n, field_path in f.names.items() if field_path == f.names[path]
+        ]
         called = [f"{MODEL}{name.replace('_', '-')}" for name in same]
         if same_field := [name for name in called if name in known]:
             return _meant(same_field[:1])

@@ -223,13 +223,13 @@ class TrainState:
         """
         specs = self.model.spec.params
         critic = set() if self.critic is None else self.critic.state.names()
-        own = optim.names(specs, self.config.name) | {
+        param_names = optim.names(specs, self.config.name) | {
             f"{kind}/{name}"
             for name, spec in specs.items()
             if spec.fp8 is not None and spec.fp8.delayed
             for kind in (quantized_product.HISTORY, quantized_product.SCALE)
         }
-        return own | {f"{CRITIC}{name}" for name in critic}
+        return param_names | {f"{CRITIC}{name}" for name in critic}
 
 
 @dataclass(frozen=True)

@@ -92,8 +92,8 @@ class StepMetrics:
     @property
     def finite(self) -> bool:
         """True if loss and gradient norm are finite, including those of the critic."""
-        own = math.isfinite(self.loss) and math.isfinite(self.grad_norm)
-        return own and (self.critic is None or self.critic.finite)
+        local_finite = math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+        return local_finite and (self.critic is None or self.critic.finite)
 
 
 def optimizer_step(

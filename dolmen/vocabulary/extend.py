@@ -222,24 +222,24 @@ class TokenRows:
         zero; `std` is the model's initializer range). Padding rows behind the last token stay, or
         are 0. `name` seeds random rows.
         """
-        whole = old.new_zeros(param.shape)
+        full = old.new_zeros(param.shape)
         # rows of old tokens, and padding behind them
-        whole[: len(old)] = old
+        full[: len(old)] = old
         ids = torch.tensor(sorted(self.pieces))
         match self.config.init:
             case "mean":
-                self._means(whole, old, ids)
+                self._means(full, old, ids)
             # a bias of the head, for example, starts at 0
             case "random" if param.initial == "normal":
                 random_rows = torch.empty(param.shape, dtype=torch.float32)
                 state.fill_normal(random_rows, name, self.config.seed, std * param.std_scale)
-                whole[ids] = random_rows[ids].to(whole.dtype)
+                full[ids] = random_rows[ids].to(full.dtype)
             case _:
-                whole[ids] = 0
-        return whole
+                full[ids] = 0
+        return full
 
-    def _means(self, whole: Tensor, old: Tensor, ids: Tensor) -> None:
-        """Fill rows `ids` of `whole` with the mean of their pieces' rows in `old`, computed in fp32
+    def _means(self, full: Tensor, old: Tensor, ids: Tensor) -> None:
+        """Fill rows `ids` of `full` with the mean of their pieces' rows in `old`, computed in fp32
         or wider.
         """
         wide = torch.promote_types(old.dtype, torch.float32)
@@ -252,7 +252,7 @@ class TokenRows:
             rows = old[table].to(wide).reshape(len(table), -1)
             # one kernel for bags of any length, without a padded [tokens, pieces, hidden] tensor
             means = embedding_bag(places, rows, offsets, mode="mean")
-            whole[some] = means.reshape(len(some), *old.shape[1:]).to(old.dtype)
+            full[some] = means.reshape(len(some), *old.shape[1:]).to(old.dtype)
 
 
 @dataclass(frozen=True)
@@ -335,5 +335,5 @@ def measure(
     with TemporaryDirectory(prefix="dolmen-") as cache:
         data = TextConfig(config.data.path, text_field=config.data.text_field, cache=cache)
         read = perplexity.open_text(source, data, config.window, progress=progress)
-        found = perplexity.evaluate(load(source), read, progress)
-    return Measurement(counts, found.loss * found.tokens / counts.bytes)
+        result = perplexity.evaluate(load(source), read, progress)
+    return Measurement(counts, result.loss * result.tokens / counts.bytes)

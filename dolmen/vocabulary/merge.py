@@ -339,9 +339,9 @@ def _sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Adde
             "tokenizer_class": TOKENIZER_CLASS,
         }
     else:
-        whole = deepcopy(base.content)
-        whole["model"] |= model_fields(merged.pieces, merged.kind == "bpe")
-        files[JSON] = whole
+        full = deepcopy(base.content)
+        full["model"] |= model_fields(merged.pieces, merged.kind == "bpe")
+        files[JSON] = full
         files[CONFIG] = _config(base.where)
     return grown, files
 
@@ -351,8 +351,8 @@ def _bpe(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Added, Files]:
     one taken, special tokens included.
     """
     assert base.content is not None
-    whole = deepcopy(base.content)
-    model = whole["model"]
+    full = deepcopy(base.content)
+    model = full["model"]
     pairs = [
         tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]
     ]
@@ -364,7 +364,7 @@ def _bpe(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Added, Files]:
     vocab |= {token: first + number for number, token in enumerate(grown.tokens)}
     joined = [list(pair) for pair in list(known.ranks)[before:]]
     model["vocab"], model["merges"] = vocab, [list(pair) for pair in pairs] + joined
-    files: Files = {JSON: whole, CONFIG: _config(base.where)}
+    files: Files = {JSON: full, CONFIG: _config(base.where)}
     if (base.where / "vocab.json").is_file():
         files["vocab.json"] = vocab
     if (base.where / "merges.txt").is_file():

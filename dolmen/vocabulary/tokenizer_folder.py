@@ -129,8 +129,8 @@ def open_vocabulary(name: str, option: str) -> Vocabulary:
         # added tokens stand in other files: put them into the model as pieces
         bare, named = sentencepiece_model.read(model), tokens_by_name(place)
         pieces = fillers(bare, {number: token for token, number in named.items()})
-        whole = sentencepiece_model.add_pieces(bare, pieces)
-        read = sentencepiece_model.parse(whole, model)
+        full = sentencepiece_model.add_pieces(bare, pieces)
+        read = sentencepiece_model.parse(full, model)
         return Vocabulary(place, "sentencepiece", read, None)
     content = _content(place, load_tokenizer(str(place), option))
     form = None if content is None else form_of(content)
@@ -179,8 +179,8 @@ def transformers_tokenizer(vocabulary: Vocabulary, option: str) -> PreTrainedTok
         return load_tokenizer(str(vocabulary.where), option, probe=False)
     from transformers import PreTrainedTokenizerFast
 
-    whole = json.dumps(sentencepiece_as_json(vocabulary.model))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(whole))
+    full = json.dumps(sentencepiece_as_json(vocabulary.model))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(full))
     return cast(PreTrainedTokenizer, tokenizer)  # whose stubs say less of its special tokens
 
 

@@ -78,12 +78,12 @@ def draw(
     """
     chance = random.Random(seed)
     heap: list[tuple[float, int, str, int]] = []  # the largest number first, as its negative
-    total, whole, limit = 0, 0, 1.0
+    total, full, limit = 0, 0, 1.0
     for place, line in enumerate(_lines(text)):
         size = len(line.encode())
-        whole += size
+        full += size
         if place % PROGRESS_LINES == 0:
-            reach(whole)
+            reach(full)
         number = chance.random()
         if number >= limit:
             continue
@@ -99,7 +99,7 @@ def draw(
     # back to the order of the text
     heap.sort(key=lambda item: item[1])
     lines = [line for _, _, line, _ in heap]
-    return Sample(lines, total, whole, frozenset().union(*lines))
+    return Sample(lines, total, full, frozenset().union(*lines))
 
 
 def _lines(text: Text) -> Iterator[str]:

@@ -110,8 +110,8 @@ class Watched:
         """
         for run in self.runs:
             run.read()
-        found = [run.as_dict() for run in self.runs]
-        return {"runs": found, "differs": differing(found)}
+        runs = [run.as_dict() for run in self.runs]
+        return {"runs": runs, "differs": differing(runs)}
 
     def page(self, every: float | None = None) -> str:
         """Return the page as HTML. With `every`, for a page that is served, its script asks for new

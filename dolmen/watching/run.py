@@ -225,9 +225,9 @@ class History:
         """
         if "begun" in row and len(self.starts) < MOST_STARTS:
             names = ("step", "time", "begun", "steps", "reached", "processes", "device")
-            found = {name: row[name] for name in (*names, "parameters") if name in row}
+            facts = {name: row[name] for name in (*names, "parameters") if name in row}
             changed = [_cut(line) for line in row.get("changed", ())][:50]
-            self.starts.append({**found, "changed": changed, "ended": None, "until": None})
+            self.starts.append({**facts, "changed": changed, "ended": None, "until": None})
             # checkpoints after the step that it starts from are not of this course
             self.saved = [step for step in self.saved if step <= row["step"]]
         # `until` is the last step of a start
@@ -261,12 +261,12 @@ def labels(paths: list[Path]) -> list[str]:
     """Return a name for each folder: its last part, or as many of its last parts as make all names
     different.
     """
-    whole = [path.absolute().parts for path in paths]
+    full = [path.absolute().parts for path in paths]
     # runs/a/x and runs/b/x become a/x and b/x; 64 ends the search for equal paths
     depth = 1
-    while len({parts[-depth:] for parts in whole}) < len({*whole}) and depth < 64:
+    while len({parts[-depth:] for parts in full}) < len({*full}) and depth < 64:
         depth += 1
-    return ["/".join(parts[-depth:]) for parts in whole]
+    return ["/".join(parts[-depth:]) for parts in full]
 
 
 def differing(runs: list[dict[str, Any]]) -> list[list[Any]]:
@@ -290,12 +290,12 @@ def _some(steps: Mapping[int, Any]) -> list[int]:
     """Return at most MOST_TEXTS of the steps, in order, evenly spaced, with the first and the
     last.
     """
-    found = sorted(steps)
-    if len(found) <= MOST_TEXTS:
-        return found
-    last = len(found) - 1
+    steps_ = sorted(steps)
+    if len(steps_) <= MOST_TEXTS:
+        return steps_
+    last = len(steps_) - 1
     # i = 0 is the first, i = MOST_TEXTS - 1 the last
-    return [found[round(i * last / (MOST_TEXTS - 1))] for i in range(MOST_TEXTS)]
+    return [steps_[round(i * last / (MOST_TEXTS - 1))] for i in range(MOST_TEXTS)]
 
 
 def describe_completion(row: Mapping[str, Any]) -> str:
@@ -343,8 +343,8 @@ def _layout(options: Mapping[str, Any]) -> str:
     out.
     """
     # values come from a file: anything may be there, so types are checked
-    found = [(axis, options.get(f"layout.{axis}")) for axis in AXES]
-    words = [f"{axis} {n}" for axis, n in found if isinstance(n, int) and n > 1]
+    degrees = [(axis, options.get(f"layout.{axis}")) for axis in AXES]
+    words = [f"{axis} {n}" for axis, n in degrees if isinstance(n, int) and n > 1]
     zero = options.get("layout.zero")
     words += [f"ZeRO {zero}"] if isinstance(zero, int) and zero and words else []
     return " x ".join(words) if words else ("one process" if options else "")

@@ -108,11 +108,11 @@ class Series:
         for name, value in row.items():
             if name in PLACES or not self._has_column(name):
                 continue
-            found = number(value)
+            parsed = number(value)
             # null, and a float that is not finite, are gaps; texts and lists are no column
-            if found is not None or value is None or isinstance(value, float):
-                self.last[name] = found
-                interval.columns.setdefault(name, Spread()).add(found)
+            if parsed is not None or value is None or isinstance(value, float):
+                self.last[name] = parsed
+                interval.columns.setdefault(name, Spread()).add(parsed)
         # a row far ahead may need several doublings
         while len(self.intervals) > self.most:
             self._halve()
@@ -155,14 +155,16 @@ class Series:
            low, high   minimum and maximum, where intervals hold several rows
            gaps        indices of the intervals with values that are not finite
         """
-        found = [interval for _, interval in sorted(self.intervals.items())]
+        intervals = [interval for _, interval in sorted(self.intervals.items())]
         return {
             "rows": self.rows,
             "width": self.width,
-            "step": [interval.step for interval in found],
-            "tokens": _forward_fill([interval.tokens for interval in found]),
-            "seconds": _forward_fill([interval.seconds for interval in found]),
-            "columns": {name: _column(name, found) for name in sorted(self.names & {*self.last})},
+            "step": [interval.step for interval in intervals],
+            "tokens": _forward_fill([interval.tokens for interval in intervals]),
+            "seconds": _forward_fill([interval.seconds for interval in intervals]),
+            "columns": {
+                name: _column(name, intervals) for name in sorted(self.names & {*self.last})
+            },
             "last": {name: value for name, value in self.last.items() if value is not None},
         }
 
@@ -174,14 +176,14 @@ def _column(name: str, intervals: list[Interval]) -> dict[str, Any]:
         for i, interval in enumerate(intervals)
         if name in interval.columns
     }
-    found = {i: spread for i, spread in spreads.items() if spread.count}
-    column: dict[str, Any] = {"mean": [_short(spread.mean) for spread in found.values()]}
+    counted_spreads = {i: spread for i, spread in spreads.items() if spread.count}
+    column: dict[str, Any] = {"mean": [_short(spread.mean) for spread in counted_spreads.values()]}
     # indices only where they are needed: most columns have a value in every interval
-    if len(found) < len(intervals):
-        column["at"] = list(found)
-    if any(spread.count > 1 for spread in found.values()):
-        column["low"] = [_short(spread.low) for spread in found.values()]
-        column["high"] = [_short(spread.high) for spread in found.values()]
+    if len(counted_spreads) < len(intervals):
+        column["at"] = list(counted_spreads)
+    if any(spread.count > 1 for spread in counted_spreads.values()):
+        column["low"] = [_short(spread.low) for spread in counted_spreads.values()]
+        column["high"] = [_short(spread.high) for spread in counted_spreads.values()]
     if gaps := [i for i, spread in spreads.items() if spread.gaps]:
         column["gaps"] = gaps
     return column

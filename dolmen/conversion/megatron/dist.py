@@ -110,23 +110,23 @@ class Pieces(Stored):
         """Read all chunks into one tensor. Raises Refused where a chunk is not as described, or
         chunks overlap or leave elements out.
         """
-        whole, filled = torch.empty(self.spec.shape, dtype=self.spec.dtype), 0
+        full, filled = torch.empty(self.spec.shape, dtype=self.spec.dtype), 0
         for part in self.parts:
             piece = self._piece(part)
             place = tuple(
                 slice(start, start + size)
                 for start, size in zip(part.offsets[len(self.at) :], piece.shape, strict=True)
             )
-            whole[place].copy_(piece)
+            full[place].copy_(piece)
             filled += piece.numel()
-        if filled != whole.numel():
+        if filled != full.numel():
             raise gate.refuse(
-                self.file, f"has {filled:,} of {whole.numel():,} numbers of {self.name}"
+                self.file, f"has {filled:,} of {full.numel():,} numbers of {self.name}"
             )
         # Counting alone would miss a chunk stored twice in the place of another.
         if overlap(self.parts):  # as many numbers as there are, and some of them nowhere
             raise gate.refuse(self.file, f"chunks of {self.name} overlap")
-        return whole
+        return full
 
     def _piece(self, part: Chunk) -> Tensor:
         """Read the part of a chunk that belongs to this slice of the stack."""
@@ -229,12 +229,12 @@ def _shards(
     """
     shards: dict[str, Shards] = {}
     layers = 0
-    for key, whole in stored.items():
+    for key, stored_tensor in stored.items():
         # the names that a checkpoint of rank folders would have
-        named = list(_name_pieces(key, whole))
+        named = list(_name_pieces(key, stored_tensor))
         # leading dims that count layers and experts
         dims = len(named[0][1]) if named else 0
-        lying = group_by_index(chunks[whole.name], dims)
+        lying = group_by_index(chunks[stored_tensor.name], dims)
         for name, at in named:
             canonical = names.canonical(name)
             if canonical is None:
@@ -242,11 +242,13 @@ def _shards(
             if canonical.layer is not None:
                 layers = max(layers, canonical.layer + 1)
             full = canonical.with_layers_before(0)
-            own = tuple(lying.get(at, ()))
-            spec = Spec(whole.spec.shape[dims:], whole.spec.dtype)
-            file = own[0].file if own else whole.file / METADATA
-            pieces = Pieces(whole.name, spec, file, 0, at, own)
-            shards.setdefault(full, Shards(whole.name)).add(0, canonical.expert or 0, pieces)
+            members = tuple(lying.get(at, ()))
+            spec = Spec(stored_tensor.spec.shape[dims:], stored_tensor.spec.dtype)
+            file = members[0].file if members else stored_tensor.file / METADATA
+            pieces = Pieces(stored_tensor.name, spec, file, 0, at, members)
+            shards.setdefault(full, Shards(stored_tensor.name)).add(
+                0, canonical.expert or 0, pieces
+            )
     return shards, layers
 
 
@@ -260,13 +262,14 @@ def _state(
     returned as State(unread=reason), so that the weights can still be.
     """
     by_kind: dict[str, dict[str, Stored]] = {}
-    for own, tensor in stored.items():
-        if FLAT.fullmatch(own):
+    for tensor_name, tensor in stored.items():
+        if FLAT.fullmatch(tensor_name):
             return State(
-                unread=f"{own} is sharded over ranks across parameter boundaries: save it with "
+                unread=f"{tensor_name} is sharded over ranks across parameter boundaries: save it "
+                "with "
                 "--dist-ckpt-optim-fully-reshardable"
             )
-        match = STATE.fullmatch(own)
+        match = STATE.fullmatch(tensor_name)
         if match is None:
             continue
         kind, key = KIND.get(match["kind"], match["kind"]), match["key"]
@@ -274,9 +277,9 @@ def _state(
         # moments of a flattened buffer have other shapes
         if of is None or of.spec.shape != tensor.spec.shape:
             shape = "not there" if of is None else of.spec.shape
-            return State(unread=f"{own} is {tensor.spec.shape}, and {key} is {shape}")
+            return State(unread=f"{tensor_name} is {tensor.spec.shape}, and {key} is {shape}")
         if key in by_kind.setdefault(kind, {}):
-            return State(unread=f"{own} is not the only {kind} of {key}")
+            return State(unread=f"{tensor_name} is not the only {kind} of {key}")
         by_kind[kind][key] = tensor
     if not by_kind:
         return State()
@@ -297,14 +300,14 @@ def _states(folder: Path, description: Foreign) -> States:
             continue
         at = [int(index) for index in shard["at"].split(".")]
         # the state is known by the weight that it belongs to
-        own, expert = f"{shard['module']}weight", 0
-        if match := LAYERED.fullmatch(own):
+        module_name, expert = f"{shard['module']}weight", 0
+        if match := LAYERED.fullmatch(module_name):
             layer, rest = match["layer"] or at.pop(0), match["rest"]
             if of := EXPERTS.fullmatch(rest):
                 expert = int(of["expert"] or (at.pop(0) if at else 0))
                 rest = f"mlp.experts.{of['rest']}"
-            own = f"{match['start']}{layer}.{rest}"
-        name = names.canonical(own)
+            module_name = f"{match['start']}{layer}.{rest}"
+        name = names.canonical(module_name)
         if name is not None:
             kept = Kept(folder / where.relative_path, part=(where.offset, where.length))
             states.setdefault(name.with_layers_before(0), {}).setdefault(expert, []).append(kept)
@@ -316,10 +319,14 @@ def updates(common: Mapping[str, Any], file: Path) -> int | None:
     number of iterations. Raises ValueError where parts of the model have different counts, or a
     count is not one.
     """
-    own = common.get("optimizer", {})
-    own = own if isinstance(own, Mapping) else {}
+    optimizer = common.get("optimizer", {})
+    optimizer = optimizer if isinstance(optimizer, Mapping) else {}
     # one optimizer, or several by number (of experts and of the rest)
-    parts = [own] if own.keys() & {"optimizer", "param_groups"} else list(own.values())
+    parts = (
+        [optimizer]
+        if optimizer.keys() & {"optimizer", "param_groups"}
+        else list(optimizer.values())
+    )
     counts = {
         _number(step, file)
         for part in parts
@@ -359,41 +366,41 @@ def _number(step: Any, file: Path) -> int:
     raise ValueError(f"{file}: the optimizer's step is {step!r:.40}, which is not a whole number")
 
 
-def _name_pieces(key: str, whole: Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (name as in a rank's file, indices in the first dims) of each tensor that `whole`, the
+def _name_pieces(key: str, full: Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield (name as in a rank's file, indices in the first dims) of each tensor that `full`, the
     stack for parameter `key`, contains: one per layer and expert.
     """
     match = LAYERED.fullmatch(key)
     if match is None:
         yield key, ()
         return
-    sizes, said, rest = list(whole.spec.shape), match["layer"], match["rest"]
-    layers = _count_index(whole, sizes, said)
+    sizes, layer_, rest = list(full.spec.shape), match["layer"], match["rest"]
+    layers = _count_index(full, sizes, layer_)
     expert = EXPERTS.fullmatch(rest)
     if expert is None:
         for layer in layers:
-            yield f"{match['start']}{layer}.{rest}", (layer,) * (said is None)
+            yield f"{match['start']}{layer}.{rest}", (layer,) * (layer_ is None)
         return
-    experts = _count_index(whole, sizes, expert["expert"])
+    experts = _count_index(full, sizes, expert["expert"])
     for layer in layers:
         for number in experts:
-            at = (layer,) * (said is None) + (number,) * (expert["expert"] is None)
-            own = f"mlp.experts.local_experts.{number}.{expert['rest']}"
-            yield f"{match['start']}{layer}.{own}", at
+            at = (layer,) * (layer_ is None) + (number,) * (expert["expert"] is None)
+            suffix = f"mlp.experts.local_experts.{number}.{expert['rest']}"
+            yield f"{match['start']}{layer}.{suffix}", at
 
 
-def _count_index(whole: Stored, sizes: list[int], said: str | None) -> Sequence[int]:
-    """Layer or expert numbers of a stack: only `said` where the name has a number, else all of the
+def _count_index(full: Stored, sizes: list[int], layer: str | None) -> Sequence[int]:
+    """Layer or expert numbers of a stack: only `layer` where the name has a number, else all of the
     first dim, which is removed from `sizes`. Raises Refused where there are more than any model
     has.
     """
-    if said is not None:
-        return [int(said)]
+    if layer is not None:
+        return [int(layer)]
     if (
         not sizes
-        or prod(whole.spec.shape[: len(whole.spec.shape) - len(sizes) + 1]) > kinds.MOST_MATRICES
+        or prod(full.spec.shape[: len(full.spec.shape) - len(sizes) + 1]) > kinds.MOST_MATRICES
     ):
-        raise gate.refuse(whole.file / METADATA, f"has {whole.name} of {whole.spec.shape}")
+        raise gate.refuse(full.file / METADATA, f"has {full.name} of {full.spec.shape}")
     return range(sizes.pop(0))
 
 

@@ -74,20 +74,20 @@ class File:
         return Place(self.name, start, self.stream.tell() - start)
 
 
-def description(held: Iterable[FileEntry]) -> bytes:
+def description(entries: Iterable[FileEntry]) -> bytes:
     """Pickled DCP metadata (.metadata) of all entries: shapes, dtypes and the place of each
     part.
     """
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, Place] = {}
-    for block in held:
+    for block in entries:
         if block.dtype is None:
             described[block.key] = BytesStorageMetadata()
             places[MetadataIndex(block.key)] = block.place
             continue
         if block.key not in described:
-            properties, whole = TensorProperties(dtype=block.dtype), torch.Size(block.whole)
-            described[block.key] = TensorStorageMetadata(properties, whole, [])
+            properties, full = TensorProperties(dtype=block.dtype), torch.Size(block.whole)
+            described[block.key] = TensorStorageMetadata(properties, full, [])
         offset, chunks = torch.Size(block.at), described[block.key].chunks
         places[MetadataIndex(block.key, offset, len(chunks))] = block.place
         chunks.append(ChunkStorageMetadata(offset, torch.Size(block.shape)))
@@ -158,10 +158,10 @@ class TorchDistWriter:
         plan, kinds = self.plan, {} if self.state is None else self.state.kinds
         param, lying = plan.spec.params[entry.ours[0]], _stack_place(plan, canonical)
         wide = torch.promote_types(self.dtype, torch.float32)
-        whole = _read_entry(plan, entry, self.read, padding=True)
-        lying.write(file, "", whole.to(wide if param.precise else self.dtype))
-        lying.states(file, len(whole), scaling.products(plan.scales, entry))
-        del whole
+        full = _read_entry(plan, entry, self.read, padding=True)
+        lying.write(file, "", full.to(wide if param.precise else self.dtype))
+        lying.states(file, len(full), scaling.products(plan.scales, entry))
+        del full
         for kind, tensors in kinds.items() if param.trained else ():
             # one kind at a time: a moment is as large as its fp32 weight
             moment = _read_entry(plan, entry, tensors.read, padding=kind not in MOMENTS)
@@ -208,12 +208,12 @@ def _read_entry(
     copies of the last row, or zeros without `padding`, as for moments, whose padding never had a
     gradient.
     """
-    whole = join_stored(entry.rule, [read(ours) for ours in entry.ours])
+    full = join_stored(entry.rule, [read(ours) for ours in entry.ours])
     if not plan.share(entry).padded:
-        return whole
-    padded = shares.pad(whole, plan.rows)
-    if not padding and plan.rows > len(whole):
-        padded[len(whole) :] = 0
+        return full
+    padded = shares.pad(full, plan.rows)
+    if not padding and plan.rows > len(full):
+        padded[len(full) :] = 0
     return padded
 
 
@@ -229,13 +229,13 @@ class StackPlace:
     count: tuple[int, ...] = ()
     """Size of the stack."""
 
-    def write(self, file: File, prefix: str, whole: Tensor) -> None:
+    def write(self, file: File, prefix: str, full: Tensor) -> None:
         """Write the tensor as one layer of its stack, under `prefix` + key (the prefix is that of
         an optimizer state, or empty).
         """
         # leading dims of size 1: the layer is a chunk of the stack
-        part = whole[(None,) * len(self.index)]
-        shape, at = (*self.count, *whole.shape), (*self.index, *(0,) * whole.ndim)
+        part = full[(None,) * len(self.index)]
+        shape, at = (*self.count, *full.shape), (*self.index, *(0,) * full.ndim)
         file.tensor(prefix + self.key, shape, at, part.contiguous().clone())
 
     def states(self, file: File, experts: int, known: Sequence[Scaling]) -> None:

@@ -188,20 +188,20 @@ class ExportPlan:
                 return [self._place(stage, [spell(parsed.rest, layer, block)])]
             local_experts = range(block.mlp.experts // self.ranks.ep)
             # counted on the ep rank, from 0
-            own = [spell(parsed.rest, layer, block, expert) for expert in local_experts]
-            return [replace(self._place(stage, own), ep=ep) for ep in range(self.ranks.ep)]
+            local_names = [spell(parsed.rest, layer, block, expert) for expert in local_experts]
+            return [replace(self._place(stage, local_names), ep=ep) for ep in range(self.ranks.ep)]
         if name == names.EMBEDDING and self.spec.head.tied and self.ranks.pp > 1:
             return [self._place(0, [spell(name)]), self._place(last, [self.dialect.tied])]
         # embeddings on the first stage; final norm and head on the last
         first = name.startswith("embedding.")
         return [self._place(0 if first else last, [spell(name)])]
 
-    def _place(self, stage: int, own: list[str]) -> TensorPlace:
-        """Place of tensors named `own` in a stage. Stage s lies on pipeline rank s mod pp, in its
-        chunk s // pp (interleaved).
+    def _place(self, stage: int, names: list[str]) -> TensorPlace:
+        """Place of tensors `names` in a stage. Stage s lies on pipeline rank s mod pp, in its chunk
+        s // pp (interleaved).
         """
         chunk, pp = divmod(stage, self.ranks.pp)
-        return TensorPlace(pp, tuple(f"{self._key(chunk)}.{name}" for name in own))
+        return TensorPlace(pp, tuple(f"{self._key(chunk)}.{name}" for name in names))
 
     def _key(self, chunk: int) -> str:
         """Key of a chunk's tensors in a rank's file."""
@@ -214,14 +214,15 @@ class ExportPlan:
         specs, wide = {}, torch.promote_types(dtype, torch.float32)
         for name, entry in self.entries.items():
             share, precise = self.share(entry), self.spec.params[entry.ours[0]].precise
-            whole = (self.rows, *entry.shape[1:]) if share.padded else entry.shape
-            shape = share.shape(whole, self.ranks.tp)
+            full = (self.rows, *entry.shape[1:]) if share.padded else entry.shape
+            shape = share.shape(full, self.ranks.tp)
             for place in self.places(name):
                 if place.lies_on(pp, ep):
                     # Megatron has one tensor per expert, ours is stacked
                     local_shape = shape[1:] if _is_expert(name) else shape
                     specs |= {
-                        own: Spec(local_shape, wide if precise else dtype) for own in place.names
+                        local_name: Spec(local_shape, wide if precise else dtype)
+                        for local_name in place.names
                     }
         return specs
 
@@ -241,10 +242,10 @@ class ExportPlan:
                 if not place.lies_on(pp, ep):
                     continue
                 first = 0 if place.ep is None else place.ep * len(place.names)
-                for i, own in enumerate(place.names, first):
+                for i, local_name in enumerate(place.names, first):
                     # linear_fc1.weight3 -> linear_fc1._extra_state: one for all experts of the
                     # module
-                    state = re.sub(r"weight\d*$", "_extra_state", own)
+                    state = re.sub(r"weight\d*$", "_extra_state", local_name)
                     scalings.setdefault(state, []).extend(known[i : i + 1])
         if pp == self.ranks.pp - 1:
             scalings[f"{self._key(self.ranks.virtual_stages - 1)}.output_layer._extra_state"] = []
@@ -399,9 +400,9 @@ class MegatronWriter:
             for name, entry in plan.entries.items():
                 places = [place for place in plan.places(name) if place.pp == pp]
                 if places:
-                    whole = join_stored(entry.rule, [self.read(ours) for ours in entry.ours])
-                    advance(_write_shares(plan, files, places, plan.share(entry), whole))
-                    del whole  # or it would still be held while the next one is read
+                    full = join_stored(entry.rule, [self.read(ours) for ours in entry.ours])
+                    advance(_write_shares(plan, files, places, plan.share(entry), full))
+                    del full  # or it would still be held while the next one is read
             for file in files.values():
                 file.close()
 
@@ -421,21 +422,21 @@ def _write_shares(
     files: Mapping[tuple[int, int], TorchFileWriter],
     places: Sequence[TensorPlace],
     share: Share,
-    whole: Tensor,
+    full: Tensor,
 ) -> int:
     """Write each rank's share of a tensor into the files of one stage, by (tp, ep). Returns the
     number of tensors written.
     """
     if share.padded:
-        whole = shares.pad(whole, plan.rows)
+        full = shares.pad(full, plan.rows)
     written = 0
     for tp in range(plan.ranks.tp):
-        held = share.cut(whole, tp, plan.ranks.tp)
+        shard = share.cut(full, tp, plan.ranks.tp)
         for place, ep in product(places, range(plan.ranks.ep)):
             if place.ep not in (None, ep):
                 continue
             # experts of this ep rank
-            parts = [held] if place.ep is None else held.chunk(plan.ranks.ep)[place.ep]
+            parts = [shard] if place.ep is None else shard.chunk(plan.ranks.ep)[place.ep]
             for name, part in zip(place.names, parts, strict=True):
                 files[tp, ep].write(name, part)
             # experts of an ep rank are separate tensors: each counts

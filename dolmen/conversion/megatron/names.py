@@ -181,19 +181,19 @@ class Dialect:
             return f"{self.layers}{layer}.{name}"
         if expert is not None:
             *start, module, kind = name.split(".")
-            own = f"{module}.{kind}{expert}"
+            spelled = f"{module}.{kind}{expert}"
             if not self.grouped:
-                own = f"local_experts.{expert}.{module}.{kind}"
-            name = ".".join([*start, own])
+                spelled = f"local_experts.{expert}.{module}.{kind}"
+            name = ".".join([*start, spelled])
         within = self.latent if isinstance(block.mixer, LatentAttentionSpec) else self.within
         return f"{self.layers}{layer}.{_replace_start(name, within)}"
 
 
 def _replace_start(name: str, starts: Mapping[str, str]) -> str:
     """Replace the first prefix of `starts` that the name has; the name itself where it has none."""
-    for start, own in starts.items():
+    for start, canonical_start in starts.items():
         if name.startswith(start):
-            return own + name.removeprefix(start)
+            return canonical_start + name.removeprefix(start)
     return name
 
 

@@ -152,22 +152,22 @@ def product(stored: str) -> Name | None:
 
 
 def place(
-    held: Any,
+    content: Any,
     file: Path,
     at: tuple[int, int, int],
     before: int,
     experts: int,
-    found: dict[str, dict[int, list[Kept]]],
+    states: dict[str, dict[int, list[Kept]]],
 ) -> None:
-    """Add the `_extra_state` entries in `held`, the chunk of the rank at (tp, pp, ep), to `found`.
+    """Add the `_extra_state` entries in `content`, the chunk of rank (tp, pp, ep), to `states`.
     `before`: number of layers in front of the chunk; `experts`: number on this rank.
     """
-    for stored, value in torch_files.leaves(held):
+    for stored, value in torch_files.leaves(content):
         name = product(stored)
         if name is None or (name.expert is None and at[2] > 0):  # every rank of ep has it
             continue
         first = 0 if name.expert is None else name.expert + at[2] * experts
-        found.setdefault(name.with_layers_before(before), {}).setdefault(first, []).append(
+        states.setdefault(name.with_layers_before(before), {}).setdefault(first, []).append(
             Kept(file, value)
         )
 
@@ -182,9 +182,9 @@ def read_scales(
     for name, entry in entries.items():
         param = spec.params[entry.ours[0]]
         if name in states and param.role in ("matrix", "expert"):
-            whole = _join_scaling(name, states[name], param)
+            full = _join_scaling(name, states[name], param)
             # q, k and v get the same scale
-            scales |= {} if whole is None else dict.fromkeys(entry.ours, whole)
+            scales |= {} if full is None else dict.fromkeys(entry.ours, full)
     return scales
 
 
@@ -228,10 +228,10 @@ def products(scales: Scales, entry: StoredTensor) -> list[Scaling]:
     # q has a scale and k has none: then the product has none
     if len(parts) < len(entry.ours):
         return []
-    whole = join_scaling(parts)
-    if whole.scale.ndim == 1:
-        return [whole]
-    pairs = zip(whole.history.unbind(1), whole.scale.unbind(), strict=True)
+    full = join_scaling(parts)
+    if full.scale.ndim == 1:
+        return [full]
+    pairs = zip(full.history.unbind(1), full.scale.unbind(), strict=True)
     return [Scaling(*pair) for pair in pairs]
 
 

@@ -33,13 +33,13 @@ from dolmen.model.spec import ParamSpec
 TENSOR = re.compile(r"(.*mlp\.experts\.)weight([12])")
 
 
-def split_experts(held: Mapping[str, Stored], hidden: int, experts: int) -> dict[str, Stored]:
+def split_experts(tensors: Mapping[str, Stored], hidden: int, experts: int) -> dict[str, Stored]:
     """Split GroupedMLP's stacked tensors of a rank into one [out, in] matrix per expert, named as
     SequentialMLP does; other tensors are returned as they are. `experts`: on this rank. Raises
     Refused where the size is not that of so many experts.
     """
     split: dict[str, Stored] = {}
-    for name, stored in held.items():
+    for name, stored in tensors.items():
         if matched := TENSOR.fullmatch(name):
             start, which = matched.groups()
             parts = _split_stacked(stored, which == "1", hidden, experts)
@@ -82,17 +82,15 @@ class Share:
     padded: bool = False
     """True if rows are padded so that all ranks have equally many (the vocabulary)."""
 
-    def shape(self, whole: Shape, size: int) -> Shape:
-        """Shape of one rank's part of a tensor of shape `whole`, padding included. Raises
+    def shape(self, full: Shape, size: int) -> Shape:
+        """Shape of one rank's part of a tensor of shape `full`, padding included. Raises
         ValueError where the dim is not divisible by blocks x `size` ranks.
         """
         if self.dim is None:
-            return whole
-        if whole[self.dim] % (self.blocks * size):
-            raise ValueError(
-                f"{whole[self.dim]} of {whole} is not divisible by {self.blocks * size}"
-            )
-        return tuple(n // size if i == self.dim else n for i, n in enumerate(whole))
+            return full
+        if full[self.dim] % (self.blocks * size):
+            raise ValueError(f"{full[self.dim]} of {full} is not divisible by {self.blocks * size}")
+        return tuple(n // size if i == self.dim else n for i, n in enumerate(full))
 
     def full_shape(self, shape: Shape, size: int) -> Shape:
         """The inverse of `shape`: shape of the tensor, padding included, whose `size` ranks hold

@@ -216,15 +216,15 @@ def _shards(
 
 
 def _place(
-    held: Mapping[str, Stored], at: tuple[int, int, int], before: int, found: dict[str, Shards]
+    tensors: Mapping[str, Stored], at: tuple[int, int, int], before: int, shards: dict[str, Shards]
 ) -> int:
-    """Add a rank's tensors of one chunk of layers to `found`, with layers numbered from `before`;
+    """Add a rank's tensors of one chunk of layers to `shards`, with layers numbered from `before`;
     `at` is its (tp, pp, ep). Returns the number of layers in the chunk. Non-expert tensors are
     taken from ep rank 0 only: the others have copies.
     """
     tp, _, ep = at
     here = 0
-    parsed = [(names.canonical(name), stored) for name, stored in held.items()]
+    parsed = [(names.canonical(name), stored) for name, stored in tensors.items()]
     # experts on this ep rank
     experts = 1 + max((n.expert for n, _ in parsed if n and n.expert is not None), default=-1)
     for name, stored in parsed:
@@ -236,7 +236,7 @@ def _place(
         expert = 0 if name.expert is None else name.expert + ep * experts
         # layers are numbered from 0 in each chunk, experts from 0 on each ep rank
         full = name.with_layers_before(before)
-        found.setdefault(full, Shards(stored.name)).add(tp, expert, stored)
+        shards.setdefault(full, Shards(stored.name)).add(tp, expert, stored)
     return here
 
 
@@ -420,8 +420,8 @@ class Megatron(Joined):
         """Read a tensor, joined from all ranks; 1 is added to norm weights that are stored less
         1.
         """
-        whole = self._join(name, self._checked[name])
-        return whole.to(self._dtype(name)) + 1 if self._is_shifted(name) else whole
+        full = self._join(name, self._checked[name])
+        return full.to(self._dtype(name)) + 1 if self._is_shifted(name) else full
 
     def _is_shifted(self, name: str) -> bool:
         """True for a norm weight that is stored less 1 (zero-centered gamma). Its moments are not

@@ -76,8 +76,12 @@ def multiply_integers(
 
 def has_integer_product() -> bool:
     """Return True if torch has the operators of `multiply_integers`. 2.11 to 2.13."""
-    own = torch.ops.onednn
-    return can_prepack() and hasattr(own, "qlinear_pointwise") and hasattr(own, "qlinear_prepack")
+    onednn = torch.ops.onednn
+    return (
+        can_prepack()
+        and hasattr(onednn, "qlinear_pointwise")
+        and hasattr(onednn, "qlinear_prepack")
+    )
 
 
 def prepack_weight(weight: Tensor, rows: int) -> Tensor:

@@ -203,8 +203,8 @@ class ModelSpec:
     def streams(self) -> int:
         """Number of position streams, token types counted as one more."""
         known = (self.embedding.positions, *(block.mixer.positions for block in self.blocks))
-        own = max((p.streams for p in known if p is not None), default=1)
-        return own + (self.embedding.types is not None)
+        rope_streams = max((p.streams for p in known if p is not None), default=1)
+        return rope_streams + (self.embedding.types is not None)
 
     @property
     def by_length(self) -> bool:

@@ -38,10 +38,10 @@ def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum
 
 
 def partial_backward(
-    g: Attended, q: Queries, k: Keys, v: Values, whole: tuple[Attended, LogSum], at: Place
+    g: Attended, q: Queries, k: Keys, v: Values, full: tuple[Attended, LogSum], at: Place
 ) -> tuple[Queries, Keys, Values]:
     """`spec.Attention.partial_backward` by blocks; dk and dv in log_sum's dtype."""
-    kv_heads, rule, (out, log_sum) = k.shape[2], _rule(q, k, at), whole
+    kv_heads, rule, (out, log_sum) = k.shape[2], _rule(q, k, at), full
     delta = _delta(g, out, log_sum)
     rows_g, rows_q, rows_k, rows_v, rows_delta, rows_log_sum = (
         _rows(t, kv_heads) for t in (g, q, k, v, delta, log_sum[..., None])
@@ -180,11 +180,11 @@ class _Blockwise(TypedFunction):
         *rule: Any,
     ) -> Tensor:
         """Return the attention output, sinks included, in q's dtype."""
-        own = Rule(*rule)
+        rule_ = Rule(*rule)
         if torch.compiler.is_compiling():
-            weighted, total, log_sum = _opaque_forward(q, k, v, *own)
+            weighted, total, log_sum = _opaque_forward(q, k, v, *rule_)
         else:
-            weighted, total, log_sum = blocks.forward(q, k, v, own)
+            weighted, total, log_sum = blocks.forward(q, k, v, rule_)
         # of all at once, which the compiler joins with the copy that turns it back to heads
         out = (weighted / total).to(q.dtype)
         if sinks is not None:
@@ -192,9 +192,9 @@ class _Blockwise(TypedFunction):
                 _split_heads(out, sinks), _split_heads(log_sum, sinks).squeeze(-1), sinks
             )
             out, log_sum = parts[0].view(out.shape), parts[1].view(log_sum.shape)
-        masks = own.starts, own.host_starts, own.reach, own.host_reach  # the last of a Rule
+        masks = rule_.starts, rule_.host_starts, rule_.reach, rule_.host_reach  # the last of a Rule
         ctx.save_for_backward(q, k, v, sinks, out, log_sum, *masks)
-        ctx.kept = own[: -len(masks)]
+        ctx.kept = rule_[: -len(masks)]
         return out
 
     @staticmethod

@@ -78,13 +78,13 @@ def partial_backward(
     q: Queries,
     k: Keys,
     v: Values,
-    whole: tuple[Attended, LogSum],
+    full: tuple[Attended, LogSum],
     at: Place,
     *,
     cudnn: bool = False,
 ) -> tuple[Queries, Keys, Values]:
     """`spec.Attention.partial_backward` by flash's kernels; dk and dv in fp32."""
-    (out, log_sum), sizes = whole, (q.shape[3], k.shape[3], v.shape[3])
+    (out, log_sum), sizes = full, (q.shape[3], k.shape[3], v.shape[3])
     call = _call(q, at.attend, cudnn)
     g, q, k, v, out = _pad_heads(g, q, k, v, out)
     if at.q_start == at.k_start:
@@ -95,7 +95,7 @@ def partial_backward(
     return dq, dk, dv
 
 
-def _earlier(q: Tensor, k: Tensor, v: Tensor, at: Place, whole: FlashCall) -> tuple[Tensor, Tensor]:
+def _earlier(q: Tensor, k: Tensor, v: Tensor, at: Place, full: FlashCall) -> tuple[Tensor, Tensor]:
     """Return out and log_sum of a run of queries against keys that all lie before it; 0 and -inf
     where a query sees none.
     """
@@ -103,7 +103,7 @@ def _earlier(q: Tensor, k: Tensor, v: Tensor, at: Place, whole: FlashCall) -> tu
     out = torch.zeros_like(q)
     log_sum = torch.full_like(q[..., 0], -torch.inf, dtype=_wide(q))
     for rows, mine, theirs, bounds in _pieces(len(q), q.shape[1], k.shape[1], at):
-        call = FlashCall.from_run(None, bounds, whole.scale, whole.cudnn)
+        call = FlashCall.from_run(None, bounds, full.scale, full.cudnn)
         out[rows, mine], piece, _ = forward(q[rows, mine], k[rows, theirs], v[rows, theirs], call)
         log_sum[rows, mine] = piece.transpose(1, 2)
     return out, log_sum
@@ -114,12 +114,12 @@ def _earlier_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    whole: tuple[Tensor, Tensor],
+    full: tuple[Tensor, Tensor],
     at: Place,
     call: FlashCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of a run of queries against earlier keys, dk and dv in fp32."""
-    dq, (out, log_sum) = torch.zeros_like(q), whole
+    dq, (out, log_sum) = torch.zeros_like(q), full
     dk, dv = (torch.zeros_like(t, dtype=_wide(q)) for t in (k, v))
     for rows, mine, theirs, bounds in _pieces(len(q), q.shape[1], k.shape[1], at):
         dq[rows, mine], more_k, more_v = backward(
@@ -149,10 +149,10 @@ def _local_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Te
 
 
 def _local_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, whole: tuple[Tensor, Tensor], call: FlashCall
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, full: tuple[Tensor, Tensor], call: FlashCall
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of a run of queries against its own keys, dk and dv in fp32."""
-    out, log_sum = whole
+    out, log_sum = full
     if call.queries is None:
         # the kernel's layout is heads first, ours tokens first
         by_head = log_sum.transpose(1, 2)
@@ -231,16 +231,16 @@ def _pieces(
     (sequences, their queries, their keys, (keys seen left, right of the diagonal)). Neighbouring
     sequences with equal pieces are one call.
     """
-    found, run, offset = [], _run(at.attend.documents), at.q_start - at.k_start
+    pieces, run, offset = [], _run(at.attend.documents), at.q_start - at.k_start
     for sequence in range(batch):
         # only a document that reaches over both runs is seen
         rows, first = (queries, 0) if run is None else run.rectangle(sequence, at.k_start, keys)
         # host numbers only: the device is not read
-        found.append(_window_pieces(rows, first, keys, offset, at.attend.window))
+        pieces.append(_window_pieces(rows, first, keys, offset, at.attend.window))
     first = 0
     for end in range(1, batch + 1):
-        if end == batch or found[end] != found[first]:
-            for piece in found[first]:
+        if end == batch or pieces[end] != pieces[first]:
+            for piece in pieces[first]:
                 yield slice(first, end), *piece
             first = end
 
@@ -263,16 +263,16 @@ def _window_pieces(
     first, queries = max(first, oldest), min(queries, keys - oldest)
     if queries <= 0 or first >= keys:
         return ()
-    theirs, whole = slice(first, keys), first - oldest + 1  # the queries that see all of them
+    theirs, full = slice(first, keys), first - oldest + 1  # the queries that see all of them
     # no query has lost a key to the window: a plain rectangle
-    if whole >= queries:
+    if full >= queries:
         return ((slice(0, queries), theirs, ALL),)
     band = (keys - queries - oldest, -1)
     if queries <= keys - first:
         return ((slice(0, queries), theirs, band),)
     # FlashAttention-2 takes "no bound on the right" for as many keys as there are, which is too few
     # where more queries than keys lie before the end of the diagonal
-    return ((slice(0, whole), theirs, ALL), (slice(whole, queries), theirs, band))
+    return ((slice(0, full), theirs, ALL), (slice(full, queries), theirs, band))
 
 
 class Cudnn:
@@ -293,7 +293,7 @@ class Cudnn:
 
     @staticmethod
     def partial_backward(
-        g: Attended, q: Queries, k: Keys, v: Values, whole: tuple[Attended, LogSum], at: Place
+        g: Attended, q: Queries, k: Keys, v: Values, full: tuple[Attended, LogSum], at: Place
     ) -> tuple[Queries, Keys, Values]:
         """Compute `partial_backward` with cuDNN's operators where they fit."""
-        return partial_backward(g, q, k, v, whole, at, cudnn=True)
+        return partial_backward(g, q, k, v, full, at, cudnn=True)

@@ -252,17 +252,19 @@ class Flash(TypedFunction):
         ctx: Context[FlashCall], q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *call: Any
     ) -> Tensor:
         """Return the attention output, sinks included."""
-        own = FlashCall(*call)
+        flash_call = FlashCall(*call)
         if torch.compiler.is_compiling():
-            out, log_sum, state = opaque_forward(q, k, v, *own)
+            out, log_sum, state = opaque_forward(q, k, v, *flash_call)
         else:
-            out, log_sum, state = forward(q, k, v, own)
+            out, log_sum, state = forward(q, k, v, flash_call)
         if sinks is not None:
             # a sink only rescales: the kernel runs without it, and log_sum then includes it
             out, by_query = join_sinks(out, log_sum.transpose(-1, -2), sinks)
             log_sum = by_query.transpose(-1, -2)
-        ctx.save_for_backward(q, k, v, sinks, out, log_sum, state, own.queries, own.keys)
-        ctx.kept = own._replace(queries=None, keys=None)
+        ctx.save_for_backward(
+            q, k, v, sinks, out, log_sum, state, flash_call.queries, flash_call.keys
+        )
+        ctx.kept = flash_call._replace(queries=None, keys=None)
         return out
 
     @staticmethod

@@ -33,8 +33,8 @@ def definition(q: Queries, k: Keys, v: Values, attend: Attend = Attend()) -> Att
     column = torch.arange(k.shape[1], device=q.device)
     back = column[-q.shape[1] :, None] - column  # tokens from a query back to a key
     if attend.slopes is not None:
-        own = attend.slopes[attend.first_head :][: q.shape[2]]
-        s = s - torch.tensor(own, dtype=s.dtype).to(s.device)[:, None, None] * back
+        slopes = attend.slopes[attend.first_head :][: q.shape[2]]
+        s = s - torch.tensor(slopes, dtype=s.dtype).to(s.device)[:, None, None] * back
     hidden = (back < 0).expand(len(q), *back.shape)
     if attend.documents is not None:
         if attend.mask == "prefix" and attend.documents.reach is not None:
@@ -94,8 +94,8 @@ class Case:
         """
         assert self.documents is not None
         rows = [
-            [sum(lengths[:i]) + own[i] for i, n in enumerate(lengths) for _ in range(n)]
-            for lengths, own in zip(self.documents, more, strict=True)
+            [sum(lengths[:i]) + extra[i] for i, n in enumerate(lengths) for _ in range(n)]
+            for lengths, extra in zip(self.documents, more, strict=True)
         ]
         return torch.tensor(rows)
 

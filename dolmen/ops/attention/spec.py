@@ -87,14 +87,14 @@ class Run:
         `key` on, counted in the keys' run. (0, 0) where there is none.
         """
         # ascending starts, the first at 0
-        own = self.begins[sequence]
-        at = sum(begin <= self.first for begin in own)  # documents up to that of the first query
+        starts = self.begins[sequence]
+        at = sum(begin <= self.first for begin in starts)  # documents up to that of the first query
         # the first query's document starts after these keys: nothing is seen
-        if own[at - 1] >= k_start + keys:
+        if starts[at - 1] >= k_start + keys:
             return 0, 0
         # where the document of the first query ends; of the last document the run's end
-        end = own[at] if at < len(own) else self.first + self.length
-        return min(self.length, end - self.first), max(0, own[at - 1] - k_start)
+        end = starts[at] if at < len(starts) else self.first + self.length
+        return min(self.length, end - self.first), max(0, starts[at - 1] - k_start)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,22 +191,22 @@ def begins(starts: Int64[Tensor, "batch length"]) -> tuple[tuple[int, ...], ...]
 
 
 def run(
-    begins: tuple[tuple[int, ...], ...],
+    starts: tuple[tuple[int, ...], ...],
     first: int,
     length: int,
     device: torch.device,
     back: bool = True,
 ) -> Run:
-    """Build the `Run` of tokens [first, first + length) of every sequence. `begins`: document
+    """Build the `Run` of tokens [first, first + length) of every sequence. `starts`: document
     starts per sequence. `back`: keys start where the first token's document does, and are picked
     from all keys from 0 on; else the run's own tokens are its keys.
     """
     queries, keys, kept, stop = [], [], [], first + length
-    for own in begins:
-        inner = [begin for begin in own if first < begin < stop]
+    for row_starts in starts:
+        inner = [begin for begin in row_starts if first < begin < stop]
         lengths = [b - a for a, b in zip([first, *inner], [*inner, stop], strict=True)]
         # keys of the first query's document that lie before the run
-        before = first - max(begin for begin in own if begin <= first) if back else 0
+        before = first - max(begin for begin in row_starts if begin <= first) if back else 0
         queries += lengths
         keys += [lengths[0] + before, *lengths[1:]]
         # each sequence has `stop` keys in the flattened [batch * stop]
@@ -218,7 +218,7 @@ def run(
     picked = None
     if back and first > 0:
         picked = torch.cat([torch.arange(*part, device=device) for part in kept])
-    out = Run(first, length, begins, picked, bounds[0], bounds[1], longest)
+    out = Run(first, length, starts, picked, bounds[0], bounds[1], longest)
     for size in (out.queries, out.keys, out.longest, *([] if picked is None else [picked])):
         # from the first batch on, lest each size that changes be a compilation of every block
         compute.mark_dynamic(size, 0)
@@ -366,11 +366,11 @@ class Attention(Protocol):
 
     @staticmethod
     def partial_backward(
-        g: Attended, q: Queries, k: Keys, v: Values, whole: tuple[Attended, LogSum], at: Place
+        g: Attended, q: Queries, k: Keys, v: Values, full: tuple[Attended, LogSum], at: Place
     ) -> tuple[Queries, Keys, Values]:
         """Return what this run of keys adds to (dq, dk, dv), the last two in fp32 or wider.
 
-        g and `whole`, which is out and log_sum, are of the attention to all keys: a block of
+        g and `full`, which is out and log_sum, are of the attention to all keys: a block of
         probabilities is exp(scores - log_sum), and needs nothing of the other blocks but these.
         """
         ...

@@ -119,11 +119,11 @@ class Search:
         not, record this node and forget those that it dominates.
         """
         now = self._times()
-        others = self.seen.setdefault((*self.partial.count, *self.waiting), [])
-        if any(all(a <= b for a, b in zip(other, now, strict=True)) for other in others):
+        earlier = self.seen.setdefault((*self.partial.count, *self.waiting), [])
+        if any(all(a <= b for a, b in zip(other, now, strict=True)) for other in earlier):
             return True
-        others[:] = [o for o in others if not all(a <= b for a, b in zip(now, o, strict=True))]
-        others.append(now)
+        earlier[:] = [o for o in earlier if not all(a <= b for a, b in zip(now, o, strict=True))]
+        earlier.append(now)
         return False
 
     def _times(self) -> "array[float]":

@@ -393,8 +393,8 @@ def _stage_bound(problem: ScheduleProblem, paths: Paths, stage: int) -> float:
         # `slots` microbatches overlap; each round of them takes R_s at least
         rounds, over = divmod(micros - 1, slots)
         bounds.append(head + over * cost.forward + (rounds + 1) * paths.hold[stage])
-        whole = max(0, micros - slots) * (paths.input[stage] + paths.rest[stage])
-        bounds.append(head + micros * cost.forward + whole + paths.tail(stage, "F"))
+        full = max(0, micros - slots) * (paths.input[stage] + paths.rest[stage])
+        bounds.append(head + micros * cost.forward + full + paths.tail(stage, "F"))
     return max(bounds)
 
 

@@ -136,11 +136,11 @@ def _check_model_sizes(config: RunConfig) -> None:
                     f"{name} ({size}) is not divisible by train.exact.tp ({limit}): set "
                     f"--train.exact.tp {size & -size} or less, which has to be {tp} or more, {FAST}"
                 )
-    rows, whole = -(-spec.vocab_size // tp), limit // tp * -(-spec.vocab_size // limit)
-    if tp > 1 and rows != whole:
+    rows, full = -(-spec.vocab_size // tp), limit // tp * -(-spec.vocab_size // limit)
+    if tp > 1 and rows != full:
         raise ValueError(
             f"vocab_size ({spec.vocab_size:,}): tp ({tp}) gives {rows:,} rows to a process, and "
-            f"train.exact.tp ({limit}) cuts them into blocks of {whole * tp // limit:,}, which "
+            f"train.exact.tp ({limit}) cuts them into blocks of {full * tp // limit:,}, which "
             f"{rows:,} is no multiple of: set --layout.tp 1 or {limit}, {FAST}"
         )
 

@@ -156,8 +156,8 @@ def check_reward_model(resolved: ResolvedRun, name: str) -> None:
     more positions than the run's sequence length, or a shape that the layout does not divide.
     """
     run, source = resolved.config, resolved.rewards[name]
-    own, spec = run.data.tokenizer or resolved.tokenizer, source.spec
-    rewards.check_reward_model(name, source, run.spec.vocab_size, own)
+    tokenizer, spec = run.data.tokenizer or resolved.tokenizer, source.spec
+    rewards.check_reward_model(name, source, run.spec.vocab_size, tokenizer)
     if spec.max_position_embeddings <= run.sequence_length:
         raise ValueError(
             f"reward {name} reads {spec.max_position_embeddings} tokens "
@@ -178,8 +178,8 @@ def check_ppo(resolved: ResolvedRun) -> None:
     """
     run = resolved.config
     if run.objective.name != "ppo":
-        for section, own in (("ppo", PPOConfig()), ("critic", CriticConfig())):
-            if vars(run)[section] != own:
+        for section, default in (("ppo", PPOConfig()), ("critic", CriticConfig())):
+            if vars(run)[section] != default:
                 raise ValueError(
                     f"{section} is for PPO, but objective.name is {run.objective.name}: use "
                     "dolmen train ppo, or leave it out"

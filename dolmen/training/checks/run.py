@@ -244,11 +244,12 @@ def check_reference(resolved: ResolvedRun) -> None:
     """Raise ValueError for a reference model whose vocabulary has another size."""
     if resolved.reference is None:
         return
-    own, other = resolved.config.spec.vocab_size, resolved.reference.spec.vocab_size
-    if other != own:
+    policy_rows, other = resolved.config.spec.vocab_size, resolved.reference.spec.vocab_size
+    if other != policy_rows:
         raise ValueError(
             f"objective.reference {resolved.config.objective.reference} has a vocab_size of "
-            f"{other:,}, but the model has {own:,}: give a reference with the same vocabulary"
+            f"{other:,}, but the model has {policy_rows:,}: give a reference with the same "
+            "vocabulary"
         )
 
 
