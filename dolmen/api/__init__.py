@@ -21,29 +21,3 @@ from dolmen.api.evaluations import diff, evaluate, evaluate_tasks, verify
 from dolmen.api.models import Model, generate, load
 from dolmen.api.modules import parallelize, restore, save, step
 from dolmen.api.runs import RunFolder, dryrun, plan, plan_inference, show, train
-
-__all__ = [
-    "Model",
-    "RunFolder",
-    "convert",
-    "diff",
-    "dryrun",
-    "evaluate",
-    "evaluate_tasks",
-    "export",
-    "extend_vocabulary",
-    "generate",
-    "load",
-    "merge_vocabularies",
-    "parallelize",
-    "plan",
-    "plan_inference",
-    "restore",
-    "save",
-    "show",
-    "step",
-    "tokenize",
-    "train",
-    "train_vocabulary",
-    "verify",
-]

@@ -16,32 +16,12 @@ from collections.abc import Callable, Mapping
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard  # noqa: F401
 
 from dolmen.core import collectives
 from dolmen.core.determinism import seed_of
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.core.torch_private import sharding, strings
-
-__all__ = [
-    "Partial",
-    "Placement",
-    "Places",
-    "Replicate",
-    "Shard",
-    "sharded_dims",
-    "distribute",
-    "dtype_of",
-    "fill_normal",
-    "fill_uniform",
-    "gather_full",
-    "tensor_like",
-    "local",
-    "region",
-    "replication_weight",
-    "gather_as_plain",
-    "write_region",
-]
 
 BLOCK = 1 << 16  # elements of the logical tensor drawn from one seed
 

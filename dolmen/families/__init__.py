@@ -45,26 +45,3 @@ from dolmen.families.model import (
 )
 from dolmen.families.unknown import unknown_fields
 from dolmen.families.weights import WeightMap, weight_map
-
-__all__ = [
-    "Family",
-    "Field",
-    "Model",
-    "WeightMap",
-    "add_standard_fields",
-    "compare_fields",
-    "convert_family",
-    "edit",
-    "explicit_fields",
-    "families",
-    "find_family",
-    "model_from_fields",
-    "model_from_spec",
-    "replace_fields",
-    "set_fields",
-    "training_fields",
-    "unknown_fields",
-    "weight_map",
-    "with_lm_head",
-    "with_scalar_head",
-]

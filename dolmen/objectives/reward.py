@@ -1,8 +1,7 @@
-"""Losses of models with a scalar head: of a reward model, from pairs of completions; and of a value
-model, from target values.
+"""Losses of models with a scalar head: of a reward model, from pairs of completions.
 
-    pairwise               pure function of the scores of completions
-    PairwiseRewardLoss     the objective of a run: reads scores at the last token of each completion
+pairwise               pure function of the scores of completions
+PairwiseRewardLoss     the objective of a run: reads scores at the last token of each completion
 """
 
 from dataclasses import dataclass
@@ -19,10 +18,6 @@ from dolmen.model.head import ScalarHead
 from dolmen.objectives import pairs
 from dolmen.objectives.masked import Metrics
 from dolmen.objectives.objective import LossOutput
-from dolmen.ops.loss import IGNORED
-
-TARGET = "target"
-"""Name of the batch's numbers with the target value of each token."""
 
 
 def pairwise(
@@ -133,31 +128,3 @@ class CalibratedRewardLoss(PairwiseRewardLoss):
         return output._replace(
             metrics=(*output.metrics, *(head.shared(index.total(value)) for value in indicators))
         )
-
-
-@dataclass(frozen=True)
-class SquaredError:
-    """Mean over tokens with a real label, weighted, of (value - numbers[TARGET])^2 / 2."""
-
-    head: ClassVar[type] = spec.ScalarHeadSpec
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """No metrics besides the loss."""
-        return ()
-
-    def count(self, batch: Batch) -> float:
-        """Return the summed weight of the labels. Raises ValueError for a batch without targets."""
-        if TARGET not in batch.numbers:
-            raise ValueError(f"the squared error needs targets: a batch needs numbers[{TARGET!r}]")
-        return batch.weight
-
-    def __call__(
-        self, hidden: Float[Tensor, "_ hidden"], head: ScalarHead, batch: Batch
-    ) -> LossOutput:
-        """Return half the weighted sum of squared errors over this rank's labels."""
-        error = head.values(hidden) - head.here(batch.numbers[TARGET])
-        weights = (head.here(batch.labels) != IGNORED).to(error.dtype)
-        if batch.weights is not None:
-            weights = weights * head.here(batch.weights)
-        return LossOutput((error.square() * weights).sum() / 2)

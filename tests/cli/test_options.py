@@ -362,7 +362,7 @@ def test_other_spellings_lead_to_our_options(spelling):
     """Every option that a suggestion names exists, and each suggestion is made by a verb that has
     it; none is for a name that we have ourselves.
     """
-    targets = [EQUAL[spelling]] if isinstance(EQUAL[spelling], str) else EQUAL[spelling]
+    targets = EQUAL[spelling]
     assert {target.split()[0] for target in targets} <= OPTION_NAMES
     assert spelling not in OPTION_NAMES - {
         "output",

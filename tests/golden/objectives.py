@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from mechanisms import CONFIGS
 from spawning import Row
+from squared_error import TARGET, SquaredError
 from table import FAMILIES, LENGTH, ROWS, SINGLE, Layout, Run
 from tiny_models import Flat, Tiny, build, initialize
 
@@ -23,7 +24,7 @@ from dolmen.objectives.grpo import ADVANTAGE, OLD, GRPOLoss, GRPOWithEntropy
 from dolmen.objectives.objective import CrossEntropy, MaskedLM, Objective
 from dolmen.objectives.ppo import RETURN, VALUE, PPOPolicyLoss, PPOValueLoss, PPOWithEntropy
 from dolmen.objectives.preference import DPO, KTO, REFERENCE, ReferenceFreePreference
-from dolmen.objectives.reward import TARGET, PairwiseRewardLoss, SquaredError
+from dolmen.objectives.reward import PairwiseRewardLoss
 from dolmen.ops.attention import Documents
 from dolmen.ops.rope import PositionIds
 from dolmen.training.state import PretrainingLoss, TrainState

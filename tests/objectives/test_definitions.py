@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
+from squared_error import TARGET, SquaredError
 from stored import exported_trained
 from tiny_models import Flat, Tiny, build, initialize
 from torch import Tensor
@@ -25,7 +26,7 @@ from dolmen.model.spec import ScalarHeadSpec
 from dolmen.objectives import forward, pairs
 from dolmen.objectives.objective import CrossEntropy, check
 from dolmen.objectives.preference import DPO, KTO, REFERENCE, meaningful_metrics
-from dolmen.objectives.reward import TARGET, CalibratedRewardLoss, PairwiseRewardLoss, SquaredError
+from dolmen.objectives.reward import CalibratedRewardLoss, PairwiseRewardLoss
 from dolmen.ops.attention import Documents
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel.simulation import make_schedule

@@ -60,48 +60,6 @@ from dolmen.model.spec.positions import (
 )
 from dolmen.ops.fp8_recipe import Fp8
 
-__all__ = [
-    "AlibiSpec",
-    "AttentionSpec",
-    "BlankInfilling",
-    "BlankMask",
-    "BlockSpec",
-    "ClampedSwiGLU",
-    "DynamicScaling",
-    "EmbeddingSpec",
-    "FalconAlibiSpec",
-    "HeadTransformSpec",
-    "LMHeadSpec",
-    "LatentAttentionSpec",
-    "LayerRun",
-    "LinearScaling",
-    "Llama3Scaling",
-    "LongRopeScaling",
-    "LoraSpec",
-    "MLPSpec",
-    "MoESpec",
-    "ModelSpec",
-    "NormSpec",
-    "ParallelResidual",
-    "ParamSpec",
-    "ParamSpecs",
-    "PositionSpan",
-    "PositionTable",
-    "QwenScaling",
-    "ResidualStream",
-    "RopeSpec",
-    "RouterSpec",
-    "ScalarHeadSpec",
-    "SequentialResidual",
-    "ShardSpec",
-    "YarnScaling",
-    "check_fp8_sharding",
-    "check_fp8_tokens",
-    "check_sharding",
-    "group_repeats",
-    "select_prefix",
-]
-
 
 @dataclass(frozen=True)
 class ModelSpec:

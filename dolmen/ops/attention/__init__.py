@@ -26,14 +26,3 @@ from dolmen.ops.attention.spec import (
 )
 
 BACKENDS: dict[str, Attention] = {"blocks": blockwise, "flash": flash, "cudnn": flash.Cudnn()}
-
-__all__ = [
-    "BACKENDS",
-    "Attend",
-    "Attention",
-    "Documents",
-    "begins",
-    "document_ends",
-    "run",
-    "visible",
-]
