@@ -32,8 +32,8 @@ PARTIAL = ".partial"
 REPLACED = ".replaced"
 DAMAGED = ".damaged"
 KEPT = ".kept"
-FILE = re.compile(r"state\.json|\.metadata(\.tmp)?|seal|__\d+_\d+\.distcp")
-"""Files that a save writes."""
+FILE = re.compile(r"(state\.json|\.metadata(\.tmp)?|seal|__\d+_\d+\.distcp)(\.part|\.lock)?")
+"""Files that a save writes, and a download (remote.py)."""
 FOLDER = re.compile(r"step-\d{8,}(\.replaced)?(\.partial)?|step-\d{8,}\.damaged(-\d+)?")
 """Folders that saves and restarts make."""
 WHOLE = re.compile(r"step-(\d{8,})(\.replaced)?")

@@ -14,10 +14,11 @@ import math
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedIOBase
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from jaxtyping import Shaped
@@ -35,6 +36,33 @@ from dolmen.core.state import local_elements
 from dolmen.files.safetensors import Spec
 
 
+class RemoteFiles(Protocol):
+    """The files of one checkpoint at a URL."""
+
+    def size(self, name: str) -> int:
+        """Size of a file in bytes, -1 where it is missing."""
+        ...
+
+    def fetch(self, name: str, check: Callable[[Path], None]) -> None:
+        """Download a file into the checkpoint's folder. `check` raises Damaged for wrong content:
+        then it is downloaded again, and the error raised in the end.
+        """
+        ...
+
+
+@contextmanager
+def damage_named(file: Path) -> Iterator[None]:
+    """Context manager: errors of reading a file of tensors are raised as Damaged, which names
+    it.
+    """
+    try:
+        yield
+    except Damaged:
+        raise
+    except (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+        raise Damaged(f"{file} is missing, damaged or truncated: {error}") from error
+
+
 class Reader(FileSystemReader):
     """DCP storage reader that executes nothing from the checkpoint. `load` reads tensors without
     communication between ranks. `state` is the content of state.json, `partly` the stored parts of
@@ -42,12 +70,12 @@ class Reader(FileSystemReader):
     the folder is not what was saved.
     """
 
-    def __init__(self, folder: Path):
-        """Read the seal, state.json and the description of `folder`; no tensors. Raises Damaged, or
-        ValueError for a newer format.
+    def __init__(self, folder: Path, remote: RemoteFiles | None = None):
+        """Read the seal, state.json and the description of `folder`; no tensors. `remote` has the
+        files of tensors that are not there. Raises Damaged, or ValueError for a newer format.
         """
         super().__init__(folder)
-        self.folder = folder
+        self.folder, self.remote = folder, remote
         self.seal, self.state = seal.read_sealed(folder)
         self.metadata = read_metadata(self.seal)
         self.stored = stored_tensors(self.metadata)
@@ -66,8 +94,39 @@ class Reader(FileSystemReader):
         """Raises Damaged if a file of tensors is missing or of another size than it was; reads
         none.
         """
-        for name, places in self._places.items():
-            self.seal.check_size(name, max(offset + length for offset, length in places))
+        for name in self._places:
+            is_remote = self.remote is not None and not (self.folder / name).exists()
+            size = self.remote.size(name) if self.remote is not None and is_remote else None
+            self.seal.check_size(name, self._least(name), size)
+
+    def _least(self, name: str) -> int:
+        """Bytes that the parts in a file need."""
+        return max(offset + length for offset, length in self._places[name])
+
+    def fetch(self, name: str) -> None:
+        """Download a file of tensors that is not in the folder, compared with the seal. Raises
+        Damaged where it differs each time, and StorageError.
+        """
+        if self.remote is not None and not (self.folder / name).exists():
+            # before anything is downloaded
+            self.seal.check_size(name, self._least(name), self.remote.size(name))
+            self.remote.fetch(name, lambda file: self._verify_file(file, name))
+
+    def fetch_all(self) -> None:
+        """Download all files of tensors that are not in the folder. Raises as `fetch`."""
+        for name in self._places:
+            self.fetch(name)
+
+    def _verify_file(self, file: Path, name: str) -> None:
+        """Read all parts in a file of tensors. Raises Damaged unless the file, at the path `file`,
+        is that of the seal.
+        """
+        with damage_named(self.folder / name), open(file, "rb") as content:
+            for at, numbers in self._heads(content, name).items():
+                checksum, what = 0, f"the part at {at}"
+                for block in metadata.blocks(content, numbers.start, numbers.size, 1, what):
+                    checksum = zlib.crc32(block.numpy().data, checksum)
+                metadata.compare(checksum, numbers.crc, what)
 
     def load(self, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()) -> None:
         """Fill `tensors` in place, each rank its own part. `elsewhere`: stored names that may be
@@ -143,24 +202,18 @@ class Reader(FileSystemReader):
         """Context manager: an open file of tensors whose list of parts matches the seal. Errors of
         reading inside it are raised as Damaged.
         """
-        try:
-            with open(self.folder / name, "rb") as file:
-                if name not in self._numbers:
-                    self._numbers[name] = self._heads(file, name)
-                yield file
-        except Damaged:
-            raise
-        except (OSError, EOFError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
-            raise Damaged(
-                f"{self.folder / name} is missing, damaged or truncated: {error}"
-            ) from error
+        self.fetch(name)
+        with damage_named(self.folder / name), open(self.folder / name, "rb") as file:
+            if name not in self._numbers:
+                self.seal.check_size(name, self._least(name))
+                self._numbers[name] = self._heads(file, name)
+            yield file
 
     def _heads(self, file: BufferedIOBase, name: str) -> dict[int, Numbers]:
         """Byte position -> place of the numbers, for every part in a file. Raises Damaged where
-        size or checksums are not those of the seal.
+        checksums are not those of the seal.
         """
         where = self._places[name]
-        self.seal.check_size(name, max(offset + length for offset, length in where))
         heads = {offset: metadata.find_numbers(file, offset, length) for offset, length in where}
         self.seal.check_parts(name, [(at, length, heads[at].crc) for at, length in where])
         return heads

@@ -109,12 +109,14 @@ class Seal:
                 f"{self.folder / name} is damaged: the file has changed since it was saved"
             )
 
-    def check_size(self, name: str, least: int) -> None:
+    def check_size(self, name: str, least: int, size: int | None = None) -> None:
         """Raises Damaged unless the file exists with the size in the seal, and at least `least`
-        bytes (what its parts need). Reads only the file's size.
+        bytes (what its parts need). Reads only the file's size. `size`: that of a file which is
+        somewhere else.
         """
         path = self.folder / name
-        size = path.stat().st_size if path.is_file() else -1
+        if size is None:
+            size = path.stat().st_size if path.is_file() else -1
         if size < least or size != self._lookup(name)[1]:
             raise Damaged(f"{path} is missing, damaged or truncated")
 

@@ -18,8 +18,9 @@ import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from dolmen.checkpoint import remote
 from dolmen.conversion.weights import WeightsAlone, assemble
-from dolmen.core.filesystem import expand, is_absent
+from dolmen.core.filesystem import expand, is_absent, is_url
 from dolmen.core.messages import plural
 from dolmen.families import Model, WeightMap, replace_fields, special_tokens, weight_map
 from dolmen.families.family import BARE
@@ -52,10 +53,12 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def resolve_model(name: str | Path, revision: str | None = None) -> Path:
-    """Return the folder of a model or of adapters, given by path or by hub id; a hub id is
-    downloaded, or taken from the hub's cache (`revision`: branch, tag or commit). Raises ValueError
-    if it is neither.
+    """Return the folder of a model or of adapters, given by path, URL or hub id; a hub id is
+    downloaded, or taken from the hub's cache (`revision`: branch, tag or commit), and of a URL the
+    local copy is returned. Raises ValueError if it is none of them, and StorageError.
     """
+    if is_url(name):
+        return remote.pull_model(str(name))
     if expand(name).is_dir():
         return expand(name)
     # most often someone's model.safetensors

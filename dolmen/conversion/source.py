@@ -25,12 +25,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dolmen.checkpoint.remote import pin_url
 from dolmen.conversion import checkpoint, hf, meta, peft, sat, writing
 from dolmen.conversion.checkpoint import RunCheckpoint
 from dolmen.conversion.megatron import dist, folders
 from dolmen.conversion.megatron import source as megatron
 from dolmen.conversion.peft import LowRank
 from dolmen.conversion.weights import Moments, Scales, Tensors, check_whole
+from dolmen.core.filesystem import is_url
 from dolmen.families import Model, compare_fields, training_fields
 from dolmen.model.spec import ModelSpec
 
@@ -205,11 +207,13 @@ def open_source(
 
 def pin_source(name: str | Path) -> str:
     """Resolve a run's folder, or another with several checkpoints (Megatron's, SAT's), to the path
-    of the newest, so that later calls open the same one while the run goes on. Other names,
-    hub ids too, are returned unchanged. Raises as `open_source`.
+    of the newest, or to its URL, so that later calls open the same one while the run goes on. Other
+    names, hub ids too, are returned unchanged. Raises as `open_source`.
     """
     folder = hf.resolve_model(name)
     newest = _format(folder).newest(folder)
+    if is_url(name):
+        return pin_url(str(name), newest)
     # a hub id stays an id: its folder in the cache is nobody's name
     return str(name) if newest == folder else str(newest)
 

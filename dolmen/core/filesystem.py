@@ -72,6 +72,13 @@ def expand(name: str | Path) -> Path:
     return Path(os.path.expanduser(name))
 
 
+def is_url(name: str | Path) -> bool:
+    """Return True if a name is a URL, as s3://bucket/folder: of a file or folder that fsspec
+    reads (files/storage.py).
+    """
+    return re.match(r"[a-z][a-z0-9+.-]*://", str(name)) is not None
+
+
 def may_be_hub_id(name: str) -> bool:
     """Return True if a name that is no local path can be a hub id: `name` or `org/name`. Below a
     folder that exists `org/name` is a misspelled path instead.
@@ -82,5 +89,5 @@ def may_be_hub_id(name: str) -> bool:
 
 
 def is_absent(name: str | Path) -> bool:
-    """Return True if a name can only be a folder (no hub id), and there is none."""
-    return not expand(name).is_dir() and not may_be_hub_id(str(name))
+    """Return True if a name can only be a local folder (no hub id, no URL), and there is none."""
+    return not (expand(name).is_dir() or may_be_hub_id(str(name)) or is_url(name))

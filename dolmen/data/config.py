@@ -19,7 +19,8 @@ class TokenConfig:
     """The text: files, folders and globs of .txt, .md, .py and other UTF-8 text (a file is a
     document), .jsonl, .json and .parquet (a row is a document), all but .parquet also compressed as
     .gz or .zst; a Megatron .bin file with its .idx in the same folder, which is already tokenised;
-    ids of the Hugging Face hub (`org/name` or `org/name:config`), or `python-standard-library`.
+    ids of the Hugging Face hub (`org/name` or `org/name:config`), or `python-standard-library`;
+    URLs of files, folders and globs in object storage (`s3://bucket/text`), which are downloaded.
     Weights make a mixture to train on: `0.7:PATH 0.3:PATH`. Without weights, all entries are one
     corpus. In a folder, hidden files and files written by dolmen are skipped.
     """

@@ -6,19 +6,21 @@ second run would learn by heart. Links to folders below the one that is named ar
 may lead round in a circle, or to what is read already. Links to files are.
 """
 
+import fnmatch
 import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from dolmen.core.filesystem import expand, may_be_hub_id
+from dolmen.core.filesystem import expand, is_url, may_be_hub_id
 from dolmen.core.messages import plural
 from dolmen.data.quickstart_corpus import STANDARD_LIBRARY, standard_library_files
 from dolmen.data.readers import SUPPORTED, form, looks_like_text
+from dolmen.files import storage
 from dolmen.files.indexed import BIN, IDX, is_indexed
 
 # top-level keys of the config.yaml that a run writes
@@ -234,6 +236,10 @@ def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
     for a hub id. Raises ValueError for a file that cannot be read, FileNotFoundError where nothing
     is there.
     """
+    if is_url(entry):
+        return stored_files(entry, option)
+    if is_url(entry):
+        return stored_files(entry, option)
     path = expand(entry)
     if entry == STANDARD_LIBRARY and not path.exists():
         return Found(entry, standard_library_files())
@@ -261,6 +267,48 @@ def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
         )
     files.files.sort()
     return files
+
+
+def stored_files(entry: str, option: str) -> Found:
+    """Return the local copies of what a URL means: an object, all files of a known suffix in a
+    folder, or those of a glob, whose last part alone may be a pattern. Raises ValueError where
+    there is nothing to read, and StorageError.
+    """
+    folder, _, last = entry.rstrip("/").rpartition("/")
+    is_glob, found = glob.has_magic(last), Found(entry)
+    if glob.has_magic(folder):
+        raise ValueError(f"{option} {entry}: only the last part of a URL may be a pattern")
+    if not is_glob and (file := storage.pull_file(entry)) is not None:
+        if file.suffix == BIN:  # tokens, whose lengths are in another file
+            storage.pull_file(entry.removesuffix(BIN) + IDX)
+        found.add(file)
+    else:
+
+        def read(names: Collection[str]) -> list[str]:
+            """Return the names of what is read, and count the others."""
+            meant = fnmatch.filter(names, last) if is_glob else names
+            wanted = readable_names(meant, names)
+            found.skipped["hidden files and files of other kinds"] += len(meant) - len(wanted)
+            return wanted
+
+        for file in storage.pull_files(folder if is_glob else entry, read):
+            found.add(file)
+    if not found.files:
+        notes = "".join(f"; skipped: {note}" for note in found.notes())
+        raise ValueError(f"{option} {entry}: no readable files{notes}; {SUPPORTED}")
+    found.files.sort()
+    return found
+
+
+def readable_names(meant: Collection[str], names: Collection[str]) -> list[str]:
+    """Return those of the names `meant` that are read: of a known suffix, not hidden, and not in a
+    folder that dolmen has uploaded, of which a file in `names`, all that there are, tells.
+    """
+    marks = (".dolmen", storage.SUMS)
+    written = {PurePosixPath(n).parent for n in names if n.rpartition("/")[2] in marks}
+    paths = [path for path in map(PurePosixPath, meant) if not written & {*path.parents}]
+    visible = [path for path in paths if not any(part[0] == "." for part in path.parts)]
+    return [str(p) for p in visible if form(Path(p)) or p.suffix in (BIN, IDX)]
 
 
 def named_indexed(path: Path) -> Path | None:

@@ -23,7 +23,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from dolmen.core.filesystem import expand
 from dolmen.core.log import say
-from dolmen.files import tokenizer_files
+from dolmen.files import storage, tokenizer_files
 
 NUMBERED = re.compile("<0x([0-9A-F]{2})>")
 
@@ -137,7 +137,7 @@ def load_tokenizer(
     if name.startswith(("/", ".", "~")) and not expand(name).exists():
         raise FileNotFoundError(f"{where}: no such folder")
     # a local folder wins over a hub id of that name
-    folder = expand(name)
+    folder = expand(storage.pull(name))
     if folder.is_dir():
         tokenizer_files.check_files(folder, probe)
     try:

@@ -13,6 +13,8 @@ Reading
     rows.py                 files of rows that are read while they grow
     window.py               a part of a file, as a file
     limited.py              Python in a process with limits of time and memory
+Object storage
+    storage.py              local copies of files at URLs (s3://), and uploads
 Writing
     write.py                atomic writes, through no link
 """

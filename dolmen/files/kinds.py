@@ -268,6 +268,9 @@ class SummaryFields(TypedDict):
 
 
 SUMMARY = Kind(SummaryFields, depth=4)
+SUMS = Kind(
+    typed_dict({"files": dict[str, str], "digest": str}), size=64 * MIB, depth=2
+)  # files/storage.py
 TextFile = tuple[str, Count, int, int]  # path, size, times of modification and change
 
 

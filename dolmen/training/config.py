@@ -218,8 +218,8 @@ class RunConfig:
     name: str = "pretrain"
     """Name of the run; its folder is runs/NAME unless --out says otherwise."""
     init: Name | None = None
-    """Initial weights: a transformers directory, a hub id, or a checkpoint of another run. They
-    determine the model.
+    """Initial weights: a transformers directory, a hub id, a checkpoint of another run, or the URL
+    of one of these folders (`s3://bucket/model`). They determine the model.
     """
     model: Model | None = None
     """The model, as its config.json."""

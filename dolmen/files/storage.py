@@ -1,0 +1,476 @@
+"""Folders in object storage, named by URLs that fsspec knows (s3://bucket/folder): listing,
+reading, downloads into a local copy, uploads.
+
+Problem. A request over a network fails now and then, an upload may end in the middle, a download
+may have other bytes than were stored, and objects can neither be appended to nor renamed. All other
+code reads local files: memory-mapped, locked, renamed.
+
+Idea. All other code keeps reading local files: a copy at a path that the URL decides.
+
+    s3://bucket/model  ->  ~/.cache/dolmen/storage/s3/bucket/model     (`pull_folder`, `pull_file`)
+
+What is transferred is checked. Every request is repeated with growing pauses until it succeeds or
+PATIENCE seconds have passed. A block of a download must have its length, an upload is looked up
+afterwards. A folder that dolmen uploads has a file of checksums of our own, `.dolmen-sums`: first
+it says that the folder is unfinished, and after all other files were uploaded it lists them.
+Downloads are compared with it, and repeated where they differ. A folder without it was written by
+others: of its files only the sizes are compared. Checkpoints have their seal instead
+(checkpoint/remote.py).
+
+A local copy is reused while size and time of the object are those of the copy, as for all text that
+is tokenised (data/token_cache.py). What no object stands for any more is deleted from the copy.
+
+Names of objects may be hostile: one that would lie outside of the copy raises StorageError.
+"""
+
+import hashlib
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import xxhash
+
+from dolmen.core import filesystem
+from dolmen.core.filesystem import expand, is_url
+from dolmen.core.log import say
+from dolmen.core.messages import plural
+from dolmen.files import gate, kinds, write
+
+T = TypeVar("T")
+
+COPIES = "~/.cache/dolmen/storage"
+SUMS = ".dolmen-sums"
+UNFINISHED = b'{"unfinished": true}'
+BLOCK = 16 * 2**20  # bytes of one request of a download
+THREADS = 8  # requests of a download at once
+PATIENCE = 600.0
+"""Seconds for which a request is repeated: storage that is gone for longer ends a save."""
+FIRST_PATIENCE = 20.0
+"""The same for listings, which come first: where mistakes in names and credentials show."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds
+DOWNLOADS = 3  # of a file whose content is not what it was, before it counts as damaged
+
+
+class StorageError(OSError):
+    """Storage at a URL cannot be used: missing, not permitted, or not answering for too long."""
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """Size in bytes and time of the last change (ns, 0 if the storage has none) of an object."""
+
+    size: int
+    changed: int
+
+
+class RemoteFolder:
+    """The objects below a URL. Names are relative, with `/`. Every method raises StorageError where
+    the storage fails for PATIENCE seconds.
+    """
+
+    def __init__(self, url: str):
+        """Open the file system of the URL. Raises ValueError where fsspec does not know its scheme,
+        or needs a package that is not installed.
+        """
+        # 60 ms to import, and few runs need it
+        from fsspec.core import url_to_fs
+
+        self.url = url.rstrip("/")
+        # of a local file system the folders must be made, and a rename is atomic
+        self._is_local = url.startswith(("file://", "local://"))
+        try:
+            self._system, root = url_to_fs(url, **({"auto_mkdir": True} if self._is_local else {}))
+        except ImportError as error:
+            raise ValueError(f"{url}: {error}: pip install 'dolmen[s3]' for s3://") from None
+        except ValueError as error:
+            raise ValueError(f"{url}: {error}") from None
+        self._root = root.rstrip("/")
+
+    def files(self) -> dict[str, StoredFile]:
+        """List all objects below the URL; empty where there is none. Raises StorageError for a name
+        that is no relative path.
+        """
+
+        def find() -> dict[str, Any]:
+            """List without what fsspec remembers of an earlier listing."""
+            self._system.invalidate_cache()
+            return self._system.find(self._root, detail=True)
+
+        found = self._repeat("cannot be listed", find, FIRST_PATIENCE)
+        files = {}
+        for path, info in sorted(found.items()):
+            name = path.removeprefix(self._root + "/")
+            # the URL itself is an object, or an empty one that stands for a folder
+            if path == self._root or info["type"] != "file" or name.endswith("/"):
+                continue
+            _check_name(self.url, name)
+            files[name] = StoredFile(int(info["size"] or 0), _change_time(info))
+        return files
+
+    def find(self, name: str) -> StoredFile | None:
+        """Look up one object, None where there is none of this name."""
+
+        def look_up() -> StoredFile | None:
+            """Ask for the object, not for the whole folder, which may be large."""
+            self._system.invalidate_cache()
+            try:
+                info = self._system.info(self._path(name))
+            except FileNotFoundError:
+                return None
+            known = StoredFile(int(info["size"] or 0), _change_time(info))
+            return known if info["type"] == "file" else None
+
+        return self._repeat(f"{name} cannot be looked up", look_up, FIRST_PATIENCE)
+
+    def read(self, name: str, stored: StoredFile, most: int) -> bytes:
+        """Read a small object. Raises StorageError, and Refused for over `most` bytes."""
+        if stored.size > most:
+            raise gate.refuse(f"{self.url}/{name}", f"has more than {most:,} bytes")
+        return self._block(name, 0, stored.size)
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small object, and read it back until it has this content."""
+
+        def attempt() -> None:
+            """Write the object and compare it."""
+            with self._atomic_path(name) as path:
+                self._system.pipe_file(path, content)
+            if (stored := self._system.cat_file(self._path(name))) != content:
+                raise OSError(f"{len(stored):,} bytes were stored that are not the ones sent")
+
+        self._repeat(f"{name} cannot be written", attempt)
+
+    def upload(self, file: Path, name: str) -> None:
+        """Upload a local file, and look up its size afterwards."""
+        size = file.stat().st_size
+
+        def attempt() -> None:
+            """Upload the file whole, in parts as fsspec decides."""
+            with self._atomic_path(name) as path:
+                self._system.put_file(str(file), path)
+            self._system.invalidate_cache()
+            if (stored := self._system.info(self._path(name))["size"]) != size:
+                raise OSError(f"{stored:,} of {size:,} bytes were stored")
+
+        self._repeat(f"{name} cannot be uploaded", attempt)
+
+    def delete(self, name: str) -> None:
+        """Delete an object, if it is there."""
+
+        def remove() -> None:
+            """Delete the object; a repeated request may find it gone."""
+            with suppress(FileNotFoundError):
+                self._system.rm_file(self._path(name))
+
+        self._repeat(f"{name} cannot be deleted", remove)
+
+    def download(
+        self,
+        name: str,
+        stored: StoredFile,
+        file: Path,
+        check: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Download an object to the path `file` in blocks, atomically, unless a file of this size
+        and time is there. `check(path)` raises ValueError for wrong content: then it is downloaded
+        again, and the error raised after DOWNLOADS times. Processes that want the same file wait
+        for each other.
+        """
+        with lock_file(file):
+            if is_copy(file, stored):
+                return
+            part = file.with_name(f"{file.name}.part")
+            for attempt in range(DOWNLOADS):
+                part.unlink(missing_ok=True)  # left by a killed process
+                self._fill(name, stored, part)
+                try:
+                    if check is not None:
+                        check(part)
+                    break
+                except ValueError as error:
+                    if attempt == DOWNLOADS - 1:
+                        part.unlink()
+                        raise
+                    say(f"WARNING: {error}; it is downloaded again")
+            os.utime(part, ns=(stored.changed, stored.changed))
+            part.rename(file)
+
+    def _fill(self, name: str, stored: StoredFile, part: Path) -> None:
+        """Download an object into the new file `part`, THREADS blocks at once."""
+        with (
+            open(os.open(part, write.NEW, 0o666), "wb") as file,
+            ThreadPoolExecutor(THREADS) as pool,
+        ):
+
+            def copy(start: int) -> None:
+                """Copy one block to its place in the file."""
+                data = self._block(name, start, min(start + BLOCK, stored.size))
+                os.pwrite(file.fileno(), data, start)
+
+            for _ in pool.map(copy, range(0, stored.size, BLOCK)):
+                pass
+            os.fsync(file.fileno())
+
+    def _block(self, name: str, start: int, stop: int) -> bytes:
+        """Read the bytes start:stop of an object."""
+
+        def get() -> bytes:
+            """Read them in one request. Raises OSError where the answer has another length."""
+            if stop == start:
+                return b""  # a range of no bytes is an error in S3
+            # by name: s3fs has another order
+            data = self._system.cat_file(self._path(name), start=start, end=stop)
+            if len(data) != stop - start:
+                raise OSError(f"{len(data):,} of {stop - start:,} bytes arrived")
+            return data
+
+        return self._repeat(f"{name} cannot be read", get)
+
+    def _path(self, name: str) -> str:
+        """Path of an object, as its file system knows it."""
+        return f"{self._root}/{name}"
+
+    @contextmanager
+    def _atomic_path(self, name: str):
+        """Context manager: the path to write to so that the object appears whole. An object of a
+        store does so by itself; a local file is renamed.
+        """
+        path = self._path(name)
+        if not self._is_local:
+            yield path
+            return
+        yield f"{path}.part"
+        os.replace(f"{path}.part", path)
+
+    def _repeat(self, failure: str, work: Callable[[], T], patience: float | None = None) -> T:
+        """Return `work()`, called again after each error that may pass, with growing pauses, until
+        `patience` seconds (default: PATIENCE) have passed. Raises StorageError, which names
+        `failure`.
+        """
+        end = time.monotonic() + (PATIENCE if patience is None else patience)
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                return work()
+            except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+                self._fail(failure, error)
+            except Exception as error:  # each file system has its own types
+                if time.monotonic() + pause > end:
+                    self._fail(failure, error)
+                reason = f"{type(error).__name__}: {error}"
+                say(f"WARNING: {self.url}: {failure} ({reason[:300]}); again in {pause:.1f} s")
+            # ranks that failed together do not come back together
+            time.sleep(pause * random.uniform(0.5, 1))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _fail(self, failure: str, error: Exception) -> NoReturn:
+        """Raise StorageError for the last error of a request."""
+        raise StorageError(f"{self.url}: {failure} ({type(error).__name__}: {error})") from error
+
+
+def _check_name(url: str, name: str) -> None:
+    """Raise StorageError unless the object's name is a relative path that stays in its folder."""
+    if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+        raise StorageError(
+            f"{url}: the object {name[:200]!r} has a name that no local file can have"
+        )
+
+
+def _change_time(info: Mapping[str, Any]) -> int:
+    """Time of an object's last change in ns, by the name that its file system has for it."""
+    for key in ("LastModified", "last_modified", "updated", "mtime", "created"):
+        value = info.get(key)
+        if isinstance(value, str):  # gs
+            value = datetime.fromisoformat(value)
+        if isinstance(value, datetime):
+            value = value.timestamp()
+        if isinstance(value, (int, float)):
+            return int(value * 1e6) * 1000  # a float has no nanoseconds
+    return 0
+
+
+@contextmanager
+def lock_file(file: Path):
+    """Context manager: a lock between processes of this host on the making of `file`, whose folder
+    is created. Does nothing on file systems without locks.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = file.with_name(f"{file.name}.lock")
+    descriptor = filesystem.open_locked(lock, optional=True)
+    assert descriptor is not None
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)  # while it is locked (core/filesystem.py)
+        os.close(descriptor)
+
+
+def is_copy(file: Path, stored: StoredFile) -> bool:
+    """Return True if `file` is a regular file with the size and the time of the object."""
+    if file.is_symlink() or not file.is_file():
+        return False
+    status = file.stat()
+    return (status.st_size, status.st_mtime_ns) == (stored.size, stored.changed)
+
+
+def local_copy(url: str, inside: str | None = None) -> Path:
+    """Path of the local copy of a URL, in the folder `inside` (default: COPIES). Raises ValueError
+    for a URL with an empty part or `..`.
+    """
+    scheme, _, path = url.partition("://")
+    parts = path.strip("/").split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        raise ValueError(f"{url}: write the URL of a folder or file without empty parts and '..'")
+    return expand(inside or COPIES).absolute().joinpath(scheme, *parts)
+
+
+def pull_file(url: str) -> Path | None:
+    """Return the local copy of the object at a URL, downloaded if need be; None where the URL is no
+    object. Raises StorageError, and ValueError for a URL that cannot be used.
+    """
+    target = local_copy(url)
+    above, _, name = url.rstrip("/").rpartition("/")
+    remote = RemoteFolder(above)
+    if (stored := remote.find(name)) is None:
+        return None
+    remote.download(name, stored, target)
+    return target
+
+
+def pull_folder(url: str) -> Path:
+    """Return the local copy of the folder at a URL, with all its files. Raises as `pull_files`."""
+    pull_files(url)
+    return local_copy(url)
+
+
+def pull_files(
+    url: str, wanted: Callable[[Collection[str]], Collection[str]] = lambda names: names
+) -> list[Path]:
+    """Return the local copies of files of the folder at a URL: of all, or of those that
+    `wanted(names)` returns. Files that the folder has no more are deleted from the copy. Raises
+    ValueError where there is no such folder, where it is unfinished, and where files differ from
+    its checksums; and StorageError.
+    """
+    target, remote = local_copy(url), RemoteFolder(url)
+    files = remote.files()
+    if not files:
+        raise ValueError(f"{url}: there is no such folder, or it is empty")
+    names, sums = sorted(wanted(list(files))), read_sums(remote, files)
+    if missing := [name for name in names if not is_copy(target / name, files[name])]:
+        size = sum(files[name].size for name in missing)
+        say(f"downloading {url}: {plural(len(missing), 'file')}, {size / 1e6:,.1f} MB -> {target}")
+    for name in names:
+        write_into(target, name)
+        remote.download(name, files[name], target / name, sums_check(url, name, sums.get(name)))
+    _delete_others(target, files)
+    return [target / name for name in names]
+
+
+def write_into(folder: Path, name: str) -> None:
+    """Create the folders above the file `name` of `folder`, through no link. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write.folder(folder, Path(name).parent)
+
+
+def _delete_others(target: Path, files: Collection[str]) -> None:
+    """Delete the files of a local copy that no object stands for: a model that is now stored in
+    other files would be read from the old ones.
+    """
+    for where, _, names in os.walk(target):
+        for name in names:
+            file = Path(where, name)
+            relative = str(file.relative_to(target))
+            # those that another process is making
+            if relative.removesuffix(".part").removesuffix(".lock") not in files:
+                file.unlink(missing_ok=True)
+
+
+def pull(name: str | Path) -> str | Path:
+    """Return the local copy of a folder's URL; any other name unchanged. Raises as
+    `pull_folder`.
+    """
+    return pull_folder(str(name)) if is_url(name) else name
+
+
+def file_sum(file: Path) -> str:
+    """XXH3 (128 bits, hexadecimal) of a file's content."""
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
+
+
+def read_sums(remote: RemoteFolder, files: Mapping[str, StoredFile]) -> dict[str, str]:
+    """Read the checksums of a folder and of its subfolders, by name; empty without any. Raises
+    Refused for a folder that was not uploaded to the end, or a file of checksums that is damaged.
+    """
+    sums: dict[str, str] = {}
+    for listing in (name for name in files if name.split("/")[-1] == SUMS):
+        found = _read_listing(remote, listing, files[listing])
+        sums |= {listing.removesuffix(SUMS) + name: digest for name, digest in found.items()}
+    if lost := [name for name in sums if name not in files]:
+        raise gate.refuse(remote.url, f"lacks {len(lost)} of the files in {SUMS}, e.g. {lost[:3]}")
+    return sums
+
+
+def _read_listing(remote: RemoteFolder, listing: str, stored: StoredFile) -> dict[str, str]:
+    """Read one file of checksums, again where it is damaged. Raises Refused as `parse_sums`."""
+    for _ in range(DOWNLOADS - 1):
+        with suppress(gate.Refused):
+            return parse_sums(remote.read(listing, stored, kinds.SUMS.size), remote.url)
+    return parse_sums(remote.read(listing, stored, kinds.SUMS.size), f"{remote.url}/{listing}")
+
+
+def parse_sums(content: bytes, where: str) -> dict[str, str]:
+    """Parse a file of checksums: name -> checksum. Raises Refused where it marks an unfinished
+    folder, or is damaged.
+    """
+    if content == UNFINISHED:
+        raise gate.refuse(where, "says that the folder was not uploaded to the end")
+    sums = gate.parse_json(content, where, kinds.SUMS)
+    if sums["digest"] != digest_sums(sums["files"]):
+        raise gate.refuse(where, "is damaged: its own digest is wrong")
+    return sums["files"]
+
+
+def digest_sums(sums: Mapping[str, str]) -> str:
+    """XXH3 of the checksums of a folder."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(sums, sort_keys=True).encode())
+
+
+def sums_check(url: str, name: str, digest: str | None) -> Callable[[Path], None]:
+    """Return a check of a downloaded file: raises Refused unless it has this checksum (None: it has
+    none).
+    """
+
+    def check(file: Path) -> None:
+        """Compare the checksums."""
+        if digest is not None and file_sum(file) != digest:
+            raise gate.refuse(
+                f"{url}/{name}",
+                f"is not what was uploaded, by its checksum in {SUMS} (delete that, if you have "
+                "changed the file)",
+            )
+
+    return check
+
+
+def push_folder(folder: Path, url: str) -> None:
+    """Upload all files of a folder to the URL, and after them their checksums. Until then the
+    folder at the URL is marked as unfinished. Raises StorageError.
+    """
+    remote = RemoteFolder(url)
+    paths = (str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+    names = sorted(name for name in paths if name != SUMS)
+    remote.write(SUMS, UNFINISHED)
+    sums = {}
+    for name in names:
+        sums[name] = file_sum(folder / name)
+        remote.upload(folder / name, name)
+    remote.write(SUMS, json.dumps({"files": sums, "digest": digest_sums(sums)}).encode())
