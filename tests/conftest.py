@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import cpu_time
+import garbage  # noqa: F401  # before torch
 import needs
 import pytest
 import shapes  # noqa: F401  # before anything of dolmen
@@ -65,6 +66,11 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish():
     """What collection has made is never garbage: looking at it takes half a second each time."""
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    """Nor at exit, when the interpreter would look through it twice."""
     gc.freeze()
 
 

@@ -36,6 +36,7 @@ from dolmen.core.torch_private import strings
 
 # what tests import too: a rank that imports tinyrun anew takes 0.5 s for it, test_ppo.py's 1.2 s
 PRELOAD = [
+    "garbage",
     "shapes",
     "torch",
     "torch.distributed.tensor",

@@ -353,6 +353,20 @@ print(*sys.modules, file=sys.stderr)
     assert {"torch", "yaml"} & {*imported} == packages
 
 
+def test_what_a_process_imports_is_not_searched_for_garbage():
+    """Seldom while it imports, and nothing of it at exit; the exit code is that of the command."""
+    code = """
+import atexit, gc, sys
+atexit.register(lambda: print(gc.get_threshold()[0], gc.get_freeze_count() > len(gc.get_objects())))
+sys.argv = ["dolmen", "no-verb"]
+from dolmen.__main__ import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2 and "there is no verb 'no-verb'" in done.stderr
+    assert done.stdout == "100000 True\n"
+
+
 OPTION_NAMES = {*sum(FAMILIES.values(), []), *" ".join(OTHERS.values()).split()}
 
 
