@@ -1,6 +1,6 @@
 """What exact numerics cost: a whole training step of one process, exact against fast, by CPU time.
 
-    OMP_NUM_THREADS=1 python benchmarks/exact.py
+    OMP_NUM_THREADS=1 python benchmarks/exact.py [--dtype bfloat16]
 
 Steps take turns, on the same batch; what is printed are medians, and the median over rounds of the
 ratio within a round.
@@ -18,19 +18,20 @@ if not __package__:  # run as a file: Python then looks for `dolmen` beside it
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from dolmen.core import device as allocator
-from dolmen.core.mesh import SINGLE
+from dolmen.core.mesh import Mesh, process_group_context
 from dolmen.data.batch import Batch
 from dolmen.families import model_from_fields
 from dolmen.model.build import build, initialize
+from dolmen.model.layout import Layout
 from dolmen.model.training import Training
 from dolmen.ops.exact import Exact
-from dolmen.optim.optimizer import OptimizerConfig, make_optimizer
+from dolmen.optim.optimizer import DTYPES, OptimizerConfig, make_optimizer
 from dolmen.parallel.simulation import make_schedule
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step
 
 
-def start(options: argparse.Namespace, exact: Exact | None) -> TrainState:
+def start(options: argparse.Namespace, exact: Exact | None, mesh: Mesh) -> TrainState:
     """A run of one process before its first step."""
     spec = model_from_fields(
         "llama",
@@ -43,17 +44,19 @@ def start(options: argparse.Namespace, exact: Exact | None) -> TrainState:
             num_key_value_heads=8,
         ),
     ).spec
-    schedule = make_schedule("1f1b", 1, 1, 1)
-    model = build(spec, SINGLE, None, schedule, training=Training(exact=exact))
+    schedule = make_schedule("1f1b", 1, options.micros, 1)
+    layout, compute = Layout(dp=1, zero=1), DTYPES[options.dtype]
+    training = Training(exact=exact)
+    model = build(spec, mesh, layout, schedule, training=training, compute=compute)
     initialize(model, 0)
     config = OptimizerConfig()
-    return TrainState(model, make_optimizer(model, config, SINGLE), config, 10**6, 1, schedule)
+    return TrainState(model, make_optimizer(model, config, mesh), config, 10**6, 1, schedule)
 
 
-def seconds(state: TrainState, batch: Batch) -> float:
+def seconds(state: TrainState, batch: Batch, mesh: Mesh) -> float:
     """CPU time of one step."""
     before = time.process_time()
-    optimizer_step(state, batch, SINGLE)
+    optimizer_step(state, batch, mesh)
     return time.process_time() - before
 
 
@@ -62,21 +65,30 @@ def main() -> None:
     defaults = dict(hidden=256, layers=4, ffn=768, vocab=8192, rows=4, tokens=256, rounds=9)
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--micros", type=int, default=1, help="microbatches of a step")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--limits", type=int, nargs="+", default=[1, 4, 8])
     options = parser.parse_args()
     allocator.keep_freed_memory()
+    with process_group_context(None, torch.device("cpu")):
+        compare(options)
+
+
+def compare(options: argparse.Namespace) -> None:
+    """Time steps in turns, and print a line for each side."""
+    mesh = Layout(dp=1).mesh(torch.device("cpu"))
     seeded = torch.Generator().manual_seed(0)
     tokens = torch.randint(options.vocab, (options.rows, options.tokens + 1), generator=seeded)
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-    sides = {"fast": start(options, None)}
+    sides = {"fast": start(options, None, mesh)}
     for limit in options.limits:
-        sides[f"exact, tp up to {limit}"] = start(options, Exact(limit, options.tokens))
+        sides[f"exact, tp up to {limit}"] = start(options, Exact(limit, options.tokens), mesh)
     found = {name: [] for name in sides}
     for state in sides.values():
-        seconds(state, batch)  # allocates
+        seconds(state, batch, mesh)  # allocates
     for _ in range(options.rounds):
         for name, state in sides.items():
-            found[name].append(seconds(state, batch))
+            found[name].append(seconds(state, batch, mesh))
     for name, times in found.items():
         ratios = [a / b for a, b in zip(times, found["fast"], strict=True)]
         print(f"{name:20} {statistics.median(times):.3f} s  x {statistics.median(ratios):.2f}")

@@ -16,8 +16,7 @@ def tree_sum(parts: Shaped[Tensor, " n *shape"]) -> Shaped[Tensor, "*shape"]:
     next round. Half precision is added in fp32 and rounded once.
     """
     # bf16 sums of 8 ranks would otherwise be rounded three times
-    half = parts.dtype in (torch.bfloat16, torch.float16)
-    sums = parts.float() if half else parts
+    sums = widen(parts)
     while len(sums) > 1:
         even = len(sums) // 2 * 2
         pairs = sums[0:even:2] + sums[1:even:2]
@@ -25,9 +24,14 @@ def tree_sum(parts: Shaped[Tensor, " n *shape"]) -> Shaped[Tensor, "*shape"]:
     return sums[0].to(parts.dtype)
 
 
+def widen(x: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
+    """Return x of half precision in fp32, else x itself."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
 class Tree:
     """The sum of `leaves` tensors by the tree of `tree_sum`, given one at a time in any order. In
-    order, at most log2(leaves) + 1 sums are held at once.
+    order, at most log2(leaves) + 1 sums are held at once. Sums of half precision are fp32.
     """
 
     def __init__(self, leaves: int):
@@ -48,6 +52,6 @@ class Tree:
                 if neighbour is None:
                     self.waiting[nodes, index] = leaf
                     return None
-                leaf = neighbour.add_(leaf)
+                leaf = widen(neighbour).add_(leaf)
             index, nodes = index // 2, -(-nodes // 2)
         return leaf

@@ -127,7 +127,15 @@ def place(
         # dp: parameters are sharded once more over dp x cp (ZeRO)
         # with exact numerics partial sums are added for each microbatch (parallel/exact.py)
         partial = model.partial() if kernels.exact is None else ()
-        data.shard_model(model, model.units(), mesh, layout.zero, compute or dtype, partial)
+        data.shard_model(
+            model,
+            model.units(),
+            mesh,
+            layout.zero,
+            compute or dtype,
+            partial,
+            wide_gradients=kernels.exact is not None,
+        )
         if layout.zero == 3 and hardware.kind == "cuda":  # a CPU would only hold more
             for blocks in model.prefetch_order():
                 data.prefetch(blocks)

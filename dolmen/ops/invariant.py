@@ -1,7 +1,7 @@
 """Operators of exact numerics (ops/exact.py): each gives the same bits to a row, a column or an
 element whatever else is computed with it.
 
-What is known of torch 2.13 on a CPU (MKL 2024.2, AVX-512), in fp32:
+What is known of torch 2.13 on a CPU (MKL 2024.2, oneDNN 3.12, AVX-512), in fp32:
 
     product over K whole    invariant from 16 rows and columns on, with one or two threads; below,
                             or with more threads below 256, MKL takes another kernel
@@ -12,6 +12,13 @@ What is known of torch 2.13 on a CPU (MKL 2024.2, AVX-512), in fp32:
     sum over rows           follows the number of columns -> a tree of additions
     AdamW fused             differs in shards that are no multiple of 8
                             -> torch's foreach form (optim/optimizer.py)
+
+in bf16, whose products are rounded and then added in fp32:
+
+    product over K whole    invariant; over more than 1,024 terms of a transposed first factor, it
+                            depends on shapes and threads -> made contiguous
+    silu                    invariant
+    gelu                    differs -> the form above, in fp32
 
 Another library may break what holds here, so a run tries its own shapes before its first step
 (training/self_test.py).
@@ -26,10 +33,12 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from dolmen.core.autograd import Context, TypedFunction
-from dolmen.core.reduction import Tree
+from dolmen.core.reduction import Tree, widen
 
 LEAST = 16
 """Rows and columns from which MKL's products keep their bits."""
+TRANSPOSED = 1024
+"""Terms up to which oneDNN's bf16 products of a transposed first factor keep their bits."""
 
 
 def product(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m n"]:
@@ -37,6 +46,8 @@ def product(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "
     LEAST rows or columns are padded with zeros.
     """
     m, n = len(a), b.shape[1]
+    if a.dtype != torch.float32 and a.shape[1] > TRANSPOSED:
+        a = a.contiguous()
     if m >= LEAST and n >= LEAST:
         return a @ b
     a, b = F.pad(a, (0, 0, 0, max(0, LEAST - m))), F.pad(b, (0, max(0, LEAST - n)))
@@ -71,7 +82,7 @@ def sum_tokens(x: Float[Tensor, " tokens *rest"], leaf: int) -> Float[Tensor, " 
     """Return the sum over tokens: by a tree within each `leaf` of tokens, then by one over leaves.
     Raises RuntimeError where `leaf` does not divide them.
     """
-    return _add_pairs(_add_pairs(x.reshape(-1, leaf, *x.shape[1:]), 1), 0)
+    return _add_pairs(_add_pairs(widen(x).reshape(-1, leaf, *x.shape[1:]), 1), 0)
 
 
 def _add_pairs(x: Tensor, dim: int) -> Tensor:
@@ -111,18 +122,20 @@ class _SiLU(TypedFunction):
 
 def silu(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     """Return x sigmoid(x), with autograd."""
-    return _SiLU.apply(x)
+    return _SiLU.apply(x) if x.dtype == torch.float32 else F.silu(x)
 
 
 def gelu(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     """Return x Phi(x), Phi the normal distribution, with autograd."""
-    return x * (0.5 * (1 + torch.erf(x * math.sqrt(0.5))))
+    wide = widen(x)
+    return (wide * (0.5 * (1 + torch.erf(wide * math.sqrt(0.5))))).to(x.dtype)
 
 
 def gelu_tanh(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     """Return GELU's approximation by tanh, with autograd."""
-    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * (x * x * x))
-    return x * (0.5 * (1 + torch.tanh(inner)))
+    wide = widen(x)
+    inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * (wide * wide * wide))
+    return (wide * (0.5 * (1 + torch.tanh(inner)))).to(x.dtype)
 
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -152,7 +165,7 @@ class _Embedding(TypedFunction):
         (tokens,), (rows, leaf) = ctx.saved_tensors, ctx.kept
         sequences = list(zip(tokens.split(leaf), g.split(leaf), strict=True))
         parts = (
-            g.new_zeros(rows, g.shape[1]).index_add_(0, token_rows, part)
+            widen(g.new_zeros(rows, g.shape[1])).index_add_(0, token_rows, widen(part))
             for token_rows, part in sequences
         )
         return None, _tree(parts, len(sequences)), None

@@ -95,7 +95,7 @@ class _RMSNorm(TypedFunction):
             wide = _wide(g)
             dnormal = wide * (weight.to(wide.dtype) + 1)
             if wants_dweight:
-                dweight = _sum_rows(wide * normal, leaf).to(weight.dtype)
+                dweight = _sum_rows(wide * normal, leaf)
         else:
             dnormal = _wide(g * weight)
             if wants_dweight:

@@ -61,6 +61,7 @@ def shard_model(
     zero: int,
     compute: torch.dtype,
     partial: Container[str] = (),
+    wide_gradients: bool = False,
 ) -> None:
     """Split model over fsdp (dp x cp) as ZeRO stage `zero`, each of `parts` (inner ones first) a
     unit of communication, the rest one more; in place. `partial` names the parameters whose
@@ -107,6 +108,8 @@ def shard_model(
     names = {p: name for name, p in model.named_parameters()}
     for record in (r for unit in units(model) for r in sharding.records(unit)):
         state.gather_as_plain(record, mesh.tp if names[record.sharded_param] in partial else None)
+        if wide_gradients:
+            sharding.widen_gradient(record)
 
 
 class _InOrder(sharding.ReduceScatter):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from dolmen.core import collectives, state
 from dolmen.core.mesh import Mesh
-from dolmen.core.reduction import Tree
+from dolmen.core.reduction import Tree, widen
 from dolmen.core.torch_private import sharding
 from dolmen.ops import invariant
 from dolmen.ops.exact import Exact
@@ -80,7 +80,8 @@ class LeafProduct:
     ) -> list[Float[Tensor, "out in"]]:
         """Return the weight gradient g^T x of each (g, x)."""
         return [
-            invariant.weight_gradient(g, x, self.tokens) for g, x in zip(grads, xs, strict=True)
+            invariant.weight_gradient(g.to(x.dtype), x, self.tokens)
+            for g, x in zip(grads, xs, strict=True)
         ]
 
     def sum_of_input_gradients(
@@ -89,13 +90,13 @@ class LeafProduct:
         """Return the sum of g W over weights with one input: leaf by leaf, then over leaves."""
         tree, total = Tree(self.outputs), None
         cut = [
-            zip(g.chunk(self.outputs, 1), w.chunk(self.outputs), strict=True)
+            zip(g.to(w.dtype).chunk(self.outputs, 1), w.chunk(self.outputs), strict=True)
             for g, w in zip(grads, weights, strict=True)
         ]
         for i, ((g, w), *rest) in enumerate(zip(*cut, strict=True)):
             leaf = invariant.product(g, w)
             for other_g, other_w in rest:
-                leaf += invariant.product(other_g, other_w)
+                leaf = widen(leaf).add_(invariant.product(other_g, other_w))
             total = tree.add(i, leaf)
         assert total is not None
         return total

@@ -610,7 +610,8 @@ def rows(
         y = reduce(add, [_integer_rows(x, linear, tp) for x, linear in pairs])
     else:
         parts = [part_of_rows(x, linear, tp) for x, linear in pairs]
-        y = tp.leave(reduce(add, parts))
+        # of exact numerics partial sums are fp32, and rounded once
+        y = tp.leave(reduce(add, parts)).to(xs[0].dtype)
     for linear in linears:
         y = y if linear.bias is None else y + linear.bias
     return y

@@ -232,7 +232,7 @@ class _ExactLinearCrossEntropy(_LinearCrossEntropy):
         wants_dx, wants_dw = (differentiate and wants for wants in ctx.needs_input_grad[:2])
         sequences = [slice(i, i + exact.tokens) for i in range(0, len(entered), exact.tokens)]
         total = torch.zeros((), dtype=torch.float64, device=x.device)
-        dx = torch.empty_like(entered) if wants_dx else None
+        dx = torch.empty_like(entered, dtype=torch.float32) if wants_dx else None
         sums, dw = Tree(len(sequences)), None
         blocks = weight.split(block)
         for i, rows in enumerate(sequences):

@@ -91,8 +91,8 @@ class TrainConfig:
     fp8: Fp8Config = Fp8Config()
     numerics: Literal["fast", "exact"] = "fast"
     """exact: losses, gradients, weights and moments have the same bits at every layout and
-    microbatch size (docs/concepts/numerics.md), for dense models in float32 on CPUs. fast: sums in
-    whatever order takes least time.
+    microbatch size (docs/concepts/numerics.md), for dense models in float32 and bfloat16 on CPUs.
+    fast: sums in whatever order takes least time.
     """
     exact: ExactConfig = ExactConfig()
     sequence_length: Positive | None = None

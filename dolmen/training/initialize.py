@@ -37,7 +37,9 @@ def make_state(resolved: ResolvedRun, mesh: Mesh, steps: int) -> TrainState:
     schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
     pipeline.connect(schedule, mesh)
     if run.training.exact is not None:
-        check_machine(run.spec, run.training.exact, run.microbatch_size, mesh)
+        check_machine(
+            run.spec, run.training.exact, run.microbatch_size, mesh, DTYPES[run.train.dtype]
+        )
     model = build_model(run, run.spec, schedule, mesh)
     load_initial(model, resolved.weights, run)
     if resolved.weights is not None:

@@ -40,15 +40,21 @@ class ProductShape(NamedTuple):
     """
 
 
-def check_machine(spec: ModelSpec, exact: Exact, microbatch_size: int, mesh: Mesh) -> None:
+def check_machine(
+    spec: ModelSpec,
+    exact: Exact,
+    microbatch_size: int,
+    mesh: Mesh,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Raise ValueError on every rank if any rank finds a product or an attention whose bits depend
     on the layout, computes on a GPU, or has a CPU that gives other bits than the first rank's.
-    Collective.
+    `dtype`: of compute. Collective.
     """
     shapes = product_shapes(spec, exact, microbatch_size, mesh.tp.size)
     if mesh.device.type == "cpu":
-        broken_product = find_broken_product(shapes) or find_broken_attention(
-            spec, exact, microbatch_size, mesh.tp.size
+        broken_product = find_broken_product(shapes, dtype) or find_broken_attention(
+            spec, exact, microbatch_size, mesh.tp.size, dtype
         )
     else:
         broken_product = f"any sum: it computes on {mesh.device.type}"
@@ -65,22 +71,23 @@ def check_machine(spec: ModelSpec, exact: Exact, microbatch_size: int, mesh: Mes
         consensus.require_same(
             {
                 "CPU capability": torch.backends.cpu.get_cpu_capability(),
-                "digest of products and functions": digest_operators(),
+                "digest of products and functions": digest_operators(dtype),
             },
             "compute the same bits (train.numerics exact)",
             "use hosts with CPUs of one kind, or set --train.numerics fast",
         )
 
 
-def digest_operators() -> str:
-    """Return a digest of the bits that this CPU and its libraries give to a product and to
-    elementwise functions, on one thread.
+def digest_operators(dtype: torch.dtype = torch.float32) -> str:
+    """Return a digest of the bits that this CPU and its libraries give to a product in `dtype` and
+    to elementwise functions, on one thread.
     """
     x = _random_matrix(64, 200, False)
     positive = x.abs() + 0.1
     functions = (torch.exp, torch.log, torch.rsqrt, torch.tanh, torch.erf, torch.cos, torch.sin)
     with _one_thread():
-        results = [invariant.product(x, _random_matrix(200, 48, True)), positive.sum(-1)]
+        product = invariant.product(x.to(dtype), _random_matrix(200, 48, True, dtype))
+        results = [product.float(), positive.sum(-1)]
         results += [function(positive) for function in functions]
     digest = hashlib.blake2b(digest_size=8)
     for result in results:
@@ -125,13 +132,15 @@ def _column_shapes(
     ]
 
 
-def find_broken_product(shapes: Iterable[ProductShape]) -> str | None:
-    """Compute each product, the same on one thread, and there its first and last leaf by itself;
-    return in words the first whose bits differ, or None.
+def find_broken_product(
+    shapes: Iterable[ProductShape], dtype: torch.dtype = torch.float32
+) -> str | None:
+    """Compute each product in `dtype`, the same on one thread, and there its first and last leaf by
+    itself; return in words the first whose bits differ, or None.
     """
     for shape in shapes:
-        a = _random_matrix(shape.m, shape.k, "a" in shape.transposed)
-        b = _random_matrix(shape.k, shape.n, "b" in shape.transposed)
+        a = _random_matrix(shape.m, shape.k, "a" in shape.transposed, dtype)
+        b = _random_matrix(shape.k, shape.n, "b" in shape.transposed, dtype)
         full = invariant.product(a, b)
         if not _equals_one_thread(a, b, full):
             return f"the product of {shape.m} x {shape.k} and {shape.k} x {shape.n} than one thread"
@@ -162,20 +171,26 @@ def _equals_one_thread(a: Tensor, b: Tensor, want: Tensor) -> bool:
         return torch.equal(invariant.product(a, b), want)
 
 
-def _random_matrix(rows: int, columns: int, transposed: bool) -> Tensor:
-    """Return a random matrix [rows, columns], stored by rows or by columns."""
+def _random_matrix(
+    rows: int, columns: int, transposed: bool, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return a random matrix [rows, columns] in `dtype`, stored by rows or by columns."""
     generator = torch.Generator().manual_seed(0)
     if transposed:
-        return torch.randn(columns, rows, generator=generator).t()
-    return torch.randn(rows, columns, generator=generator)
+        return torch.randn(columns, rows, generator=generator).to(dtype).t()
+    return torch.randn(rows, columns, generator=generator).to(dtype)
 
 
 def find_broken_attention(
-    spec: ModelSpec, exact: Exact, microbatch_size: int, tp: int
+    spec: ModelSpec,
+    exact: Exact,
+    microbatch_size: int,
+    tp: int,
+    dtype: torch.dtype = torch.float32,
 ) -> str | None:
-    """Compute attention, with its gradients, of a microbatch and a rank's heads, and of the last
-    sequence and key-value head by themselves on one thread; return in words the first that
-    differs, or None.
+    """Compute attention in `dtype`, with its gradients, of a microbatch and a rank's heads, and of
+    the last sequence and key-value head by themselves on one thread; return in words the first
+    that differs, or None.
     """
     for mixer in dict.fromkeys(block.mixer for block in spec.blocks):
         assert isinstance(mixer, AttentionSpec), "checks/exact.py has refused it"
@@ -183,7 +198,9 @@ def find_broken_attention(
         group = heads // kv_heads
         generator = torch.Generator().manual_seed(0)
         q, k, v, g = (
-            torch.randn(microbatch_size, exact.tokens, n, mixer.head_size, generator=generator)
+            torch.randn(microbatch_size, exact.tokens, n, mixer.head_size, generator=generator).to(
+                dtype
+            )
             for n in (heads, kv_heads, kv_heads, heads)
         )
         full = _attention(q, k, v, g)

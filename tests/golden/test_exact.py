@@ -3,9 +3,10 @@ gradients, their norm and losses of three steps, and at the end weights and both
 sizes: sequences of 24 tokens, a feed-forward width of 200, 711 rows of vocabulary in blocks of 178.
 """
 
+import hashlib
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -15,9 +16,11 @@ from table import OPTIMIZER, ROWS, SEED, Layout, start
 from tiny_models import Flat, Tiny
 
 from dolmen.core import collectives, reduction, state, transfers
+from dolmen.core import mesh as meshes
 from dolmen.core.consensus import gather_objects
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.core.reduction import Tree
+from dolmen.core.torch_private import sharding
 from dolmen.data.batch import IGNORED, Batch
 from dolmen.model.spec import NormSpec, SequentialResidual
 from dolmen.ops import invariant, norm
@@ -99,9 +102,9 @@ def observed_gradients(train):
         exact.gradient_norm = norm
 
 
-def run(mesh: Mesh, layout: Layout, config: Tiny = EXACT, steps: int = STEPS) -> dict:
+def run(mesh: Mesh, layout: Layout, config: Tiny = EXACT, steps: int = STEPS, **options) -> dict:
     """What a run leaves, by name: numbers of each step, and tensors, this rank's part of each."""
-    train = start(config, mesh, layout, optimizer=UPDATE)
+    train = start(config, mesh, layout, **{"optimizer": UPDATE} | options)
     found = {}
     with observed_gradients(train) as gradients:
         for step, batch in enumerate(batches(mesh, steps)):
@@ -269,6 +272,104 @@ DAMAGES = {
         lambda x, mesh: collectives.reduce_scalar(x.float().sum(), mesh.world).double(),
     ),
 }
+HALF = """
+zero1 acc8 full
+dp2 zero2 acc4 fixed
+tp2 zero1 acc2 fixed
+tp4 sp zero3 acc4 fixed
+pp2 acc4 zero-bubble zero1 fixed
+"""
+HALF_FULL = """
+dp4 zero3 acc2 fixed
+pp2 tp2 sp acc4 zero1 fixed
+dp2 tp2 sp zero3 acc4 selective fixed
+pp2 dp2 acc4 zero-bubble-v v2 zero2 fixed
+"""
+
+
+def digests(layout: Layout, config: Tiny = EXACT, steps: int = STEPS) -> dict[str, float | str]:
+    """What `run` leaves in bf16, of all ranks: numbers, and digests of whole tensors."""
+    mesh = layout.mesh(torch.device("cpu"))
+    found = {
+        name: value
+        if isinstance(value, float)
+        else hashlib.sha256(state.gather_full(value).detach().numpy().tobytes()).hexdigest()
+        for name, value in run(mesh, layout, config, steps, compute=torch.bfloat16).items()
+    }
+    return {name: value for each in gather_objects(found) for name, value in each.items()}
+
+
+@cache
+def alone_in_half(config: Tiny, steps: int) -> dict[str, float | str]:
+    """One process, in a group of its own: without one there is no FSDP, and so no bf16."""
+    with meshes.process_group_context(None, torch.device("cpu")):
+        return digests(Layout.of("zero1"), config, steps)
+
+
+def half_rows(lines: str, name: str, full: bool = False, **options) -> list[Row]:
+    layouts = [Layout.of(line) for line in lines.split("\n") if line]
+    return [
+        Row(f"{one}-{name}", one.world, partial(digests, one, **options), full) for one in layouts
+    ]
+
+
+HALVES = [
+    *half_rows(HALF, "llama"),
+    *half_rows(HALF_FULL, "llama", full=True),
+    *half_rows(GEMMAS, "variation", config=GEMMA),
+    *half_rows(LONG, "llama, 50 steps", full=True, steps=50),
+]
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in HALVES])
+def test_every_layout_has_the_bits_of_one_process_in_bf16(row, result):
+    options = row.call.keywords
+    want = alone_in_half(options.get("config", EXACT), options.get("steps", STEPS))
+    got = result(row)
+    assert got.keys() == want.keys()
+    assert [name for name in want if got[name] != want[name]] == []
+
+
+# what is damaged in bf16 alone: the row is to differ from one process, damaged too
+HALF_DAMAGES = {
+    "nodes rounded": (
+        "tp2 zero1 acc2 fixed",
+        invariant,
+        "sum_of_products",
+        lambda pairs, leaves: SUM_OF_PRODUCTS(pairs, leaves).bfloat16(),
+    ),
+    "gradients rounded": ("zero1 acc4", sharding, "widen_gradient", lambda record: None),
+    "sums over tokens rounded": (
+        "tp2 sp zero3 acc2 full fixed",
+        norm,
+        "sum_tokens",
+        lambda rows, leaf: invariant.sum_tokens(rows, leaf).bfloat16(),
+    ),
+}
+SUM_OF_PRODUCTS = invariant.sum_of_products
+
+
+def digests_damaged(name: str, layout: Layout) -> dict[str, float | str]:
+    """The first step in bf16 with one damage."""
+    _, owner, attribute, value = HALF_DAMAGES[name]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, attribute, value)
+        return digests(layout, GEMMA, steps=1)
+
+
+HALF_CONTROLS = [
+    Row(name, (layout := Layout.of(words)).world, partial(digests_damaged, name, layout))
+    for name, (words, *_) in HALF_DAMAGES.items()
+]
+
+
+@pytest.mark.parametrize("row", [row.parameter for row in HALF_CONTROLS])
+def test_a_broken_sum_in_bf16_is_seen(row, result):
+    with meshes.process_group_context(None, torch.device("cpu")):
+        want = digests_damaged(row.name, Layout.of("zero1"))
+    assert result(row) != want
+
+
 SHORT_DAMAGES = ("sequences swapped", "ranks swapped", "torch's SiLU")
 
 

@@ -48,17 +48,17 @@ def stored(x: torch.Tensor, order: int) -> torch.Tensor:
     return F.pad(x.flatten(), (1, 0))[1:].view(x.shape)
 
 
-def parts_that_differ(multiply, cases, seed: int) -> int:
+def parts_that_differ(multiply, cases, seed: int, dtype=torch.float32, ks=KS) -> int:
     """Of `cases` (rows, columns), those whose product differs from that part of a larger one."""
     generator, found = torch.Generator().manual_seed(seed), 0
-    wholes = {k: (normal(280, k), normal(k, 280, seed=1)) for k in KS}
+    wholes = {k: (normal(280, k).to(dtype), normal(k, 280, seed=1).to(dtype)) for k in ks}
     products = {k: multiply(a, b) for k, (a, b) in wholes.items()}
 
     def any_of(n: int) -> int:
         return int(torch.randint(n, (), generator=generator))
 
     for m, n in cases:
-        k = KS[any_of(len(KS))]
+        k = ks[any_of(len(ks))]
         i, j = any_of(281 - m), any_of(281 - n)
         a, b = wholes[k][0][i : i + m], wholes[k][1][:, j : j + n]
         part = multiply(stored(a, any_of(4)), stored(b, any_of(4)))
@@ -77,6 +77,23 @@ SAMPLE = EVERY[:: len(EVERY) // 300] + [(m, n) for m in (1, 3, 100, 256) for n i
 def test_product(number, cases):
     with threads(number):
         assert parts_that_differ(invariant.product, cases, number) == 0
+
+
+LONG = (25, 200, 1536, 4096)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize(
+    "cases", [SAMPLE[::4], pytest.param(EVERY, marks=pytest.mark.full)], ids=["sample", "every"]
+)
+def test_product_in_bf16(number, cases):
+    with threads(number):
+        assert parts_that_differ(invariant.product, cases, number, torch.bfloat16, LONG) == 0
+
+
+def test_long_products_of_torch_in_bf16_differ():
+    """Those of a transposed factor, from those of one that is not."""
+    assert parts_that_differ(torch.mm, SAMPLE[::4], 1, torch.bfloat16, LONG) > 0
 
 
 @pytest.mark.full
@@ -118,8 +135,8 @@ def value_and_gradient(function, x: torch.Tensor, g: torch.Tensor) -> torch.Tens
     return torch.stack((y.detach(), *torch.autograd.grad(y, x, g)))
 
 
-def elements_that_differ(function) -> int:
-    x, g = normal(3 * 4200) * 3, normal(3 * 4200, seed=1)
+def elements_that_differ(function, dtype=torch.float32) -> int:
+    x, g = (normal(3 * 4200) * 3).to(dtype), normal(3 * 4200, seed=1).to(dtype)
     with threads(1):
         whole = value_and_gradient(function, x, g)
     found = 0
@@ -134,14 +151,28 @@ def elements_that_differ(function) -> int:
     return found
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_activation(name):
-    assert elements_that_differ(invariant.ACTIVATIONS[name]) == 0
+def test_activation(name, dtype):
+    assert elements_that_differ(invariant.ACTIVATIONS[name], dtype) == 0
 
 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
 def test_activations_of_torch_differ(name):
     assert elements_that_differ(TORCH[name]) > 0
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh"])
+def test_activations_of_torch_in_bf16_differ(name):
+    assert elements_that_differ(TORCH[name], torch.bfloat16) > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_activation_in_bf16_is_rounded_once(name):
+    """Within half a unit in the last place of bf16, and fp32's rounding."""
+    x = (normal(1000) * 4).bfloat16()
+    got, want = invariant.ACTIVATIONS[name](x), TORCH[name](x.double())
+    assert ((got - want).abs() <= 2.0**-8 * want.abs() * 1.01 + 1e-6).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -235,6 +266,9 @@ def test_tree_in_any_order(leaves):
         assert total is not None and torch.equal(total, tree_sum(parts))
     if leaves > 3:
         assert not torch.equal(reduce(add, parts), tree_sum(parts))
+    half, tree = parts.bfloat16(), Tree(leaves)
+    *_, total = [tree.add(i, part) for i, part in enumerate(half.clone())]
+    assert torch.equal(total.float(), tree_sum(half.float()))  # in fp32, not rounded
 
 
 @pytest.mark.parametrize("number", [1, 3])
@@ -256,11 +290,14 @@ def test_norm(number):
     torch.testing.assert_close(dw, torch.autograd.grad(rms_norm(x, w, 1e-5), w, g)[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("number", [1, 2])
 @pytest.mark.parametrize("length", [40, 200])
-def test_attention(number, length):
+def test_attention(number, length, dtype):
     """A sequence and a key-value head by themselves have the bits of all together."""
-    q, k, v, g = (normal(2, length, heads, 32, seed=i) for i, heads in enumerate((8, 4, 4, 8)))
+    q, k, v, g = (
+        normal(2, length, heads, 32, seed=i).to(dtype) for i, heads in enumerate((8, 4, 4, 8))
+    )
 
     def run(q, k, v, g):
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))

@@ -263,7 +263,7 @@ ROWS = [
     row("uneven", data="uneven"),
     row("uneven-accumulation", data="uneven", train=ACCUMULATE),
     row("seed-1", data="seed-1"),
-    row("exact", data="uneven", train=EXACT, dtypes=("float32",)),
+    row("exact", data="uneven", train=EXACT, dtypes=("float32", "bfloat16")),
     # masks
     row("masked", data="masked", train=ACCUMULATE),
     row("masked-gpt2", "gpt2", data="masked"),

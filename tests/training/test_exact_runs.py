@@ -36,7 +36,7 @@ def config(material: Material, train: dict | None = None, **sections) -> RunConf
 
 # what is set, and the words of the refusal; docs/concepts/numerics.md lists them
 REFUSED = {
-    "half precision": ({"train": {"dtype": "bfloat16"}}, "train.dtype is bfloat16"),
+    "half precision": ({"train": {"dtype": "float16"}}, "train.dtype is float16"),
     "eight bits": ({"train": {"precision": "fp8-rowwise"}}, "train.precision is fp8-rowwise"),
     "compiled": ({"train": {"compile": True}}, "train.compile is True"),
     "on a GPU": ({"train": {"device": "cuda"}}, "train.device is cuda"),
@@ -135,9 +135,12 @@ def shape(m=64, k=48, n=40, leaf_m=32, leaf_n=20, transposed="") -> ProductShape
 
 def test_the_self_test_names_what_breaks(monkeypatch, material):
     shapes = [shape(), shape(transposed="a"), shape(transposed="b", n=41), shape(m=7, leaf_m=1)]
-    assert self_test.find_broken_product(shapes) is None
+    long = [shape(k=1536, transposed="a")]
+    for dtype in (torch.float32, torch.bfloat16):
+        assert self_test.find_broken_product([*shapes, *long], dtype) is None
     spec = config(material).spec
     self_test.check_machine(spec, Exact(2, 10), 4, SINGLE)
+    self_test.check_machine(spec, Exact(2, 10), 4, SINGLE, torch.bfloat16)
     right = invariant.product
 
     def product(a, b):
@@ -146,7 +149,7 @@ def test_the_self_test_names_what_breaks(monkeypatch, material):
     monkeypatch.setattr(invariant, "product", product)
     words = "the product of 64 x 48 and 48 x 41 than in its part of 32 x 20"
     assert self_test.find_broken_product(shapes) == words
-    monkeypatch.setattr(self_test, "find_broken_product", lambda shapes: words)
+    monkeypatch.setattr(self_test, "find_broken_product", lambda *_: words)
     refusal = f"rank 0 has other bits in {words}, with 1 threads: set .* OMP_NUM_THREADS=1"
     with pytest.raises(ValueError, match=refusal):
         self_test.check_machine(spec, Exact(2, 10), 4, SINGLE)

@@ -72,6 +72,21 @@ def gather_plain(record: Record, sum_gradient: Callable[[Tensor], Tensor] | None
         record._get_grad_inner_tensor = sum_gradient  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def widen_gradient(record: Record) -> None:
+    """Let autograd leave gradients on the copy that FSDP gathers of a parameter in the dtype in
+    which they are reduced, where functions give them so; else it rounds them to the copy's. Call
+    before the first forward. 2.11 to 2.13: `grad_dtype` is public, and the copy is made here.
+    """
+    gather = record.init_unsharded_param
+
+    def gather_wide() -> None:
+        """Make or refill the copy, and set the dtype of its gradient."""
+        gather()
+        record._unsharded_param.grad_dtype = record.reduce_dtype or record.orig_dtype
+
+    record.init_unsharded_param = gather_wide
+
+
 def gathered_copy(record: Record) -> Tensor | None:
     """Return the plain copy that FSDP has gathered of a parameter, on which autograd leaves its
     gradient, freed or not; None before the first gathering. 2.11 to 2.13.

@@ -21,7 +21,7 @@ from dolmen.training.config import RunConfig
 
 FAST = "or set --train.numerics fast"
 OPTIONS: dict[str, tuple[Any, ...]] = {
-    "train.dtype": ("float32",),
+    "train.dtype": ("float32", "bfloat16"),
     "train.precision": (None,),
     "train.device": ("auto", "cpu"),
     "train.compile": (False,),
