@@ -71,7 +71,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The functions of `dolmen.api` import torch and transformers, 3 s, which `import dolmen` does
-    not owe: they are found when first asked for.
+    not owe: they are found on first use.
     """
     if name in __all__:
         from dolmen import api

@@ -60,7 +60,7 @@ def find_numbers(file: io.BufferedIOBase, position: int, length: int) -> Numbers
         entries = [e for e in archive.infolist() if NUMBERS in e.filename]
     if len(entries) != 1 or entries[0].compress_type != zipfile.ZIP_STORED:
         raise zipfile.BadZipFile(f"at {position} are not tensor data of torch.save")
-    # The archive's directory, at its end, says where an entry's header begins, not how long it is:
+    # The archive's directory, at its end, states where an entry's header begins, not its length:
     # that has the length of the name and of the padding which puts the numbers at 64 bytes.
     window.seek(entries[0].header_offset + 26)  # of the local header: 2 + 2 bytes, two lengths
     lengths = window.read(4)

@@ -5,7 +5,7 @@ that stopped, and edits by people. DCP's own loader reads a flipped bit as a num
 another step for this one's, and unpickles its description freely. A checksum over all bytes before
 the first number is used would read everything twice.
 
-Idea. A small file, `seal`, says what each other file must be:
+Idea. A small file, `seal`, records what each other file must be:
 
     dolmen checkpoint 2, 5d41402abc4b2a76b9719d911017c592...      blake2b of all that follows
     7d793037a0760186574b0282f2f435e7...  4213  .metadata          blake2b, bytes, name
@@ -30,7 +30,7 @@ Invariants.
   anyway. A resume at the same layout reads every number once and verifies every checksum; a resume
   at another layout reads some rows of a part, and leaves those parts to `verify` (reader.py).
 - The number of a newer format stands in the seal and in state.json, whatever else that format
-  changes: the two together tell "written by a newer version" from damage of one of them.
+  changes: the two together distinguish "written by a newer version" from damage of one of them.
 
 The seal is no signature: whoever can write the folder can seal it anew. What is read must be safe
 to read even then, which metadata.py and files/pickles.py see to.

@@ -140,7 +140,7 @@ class Checkpoints:
 
     def damage_error(self, step: int, error: Exception) -> Damaged:
         """Return the error to raise where `step`, the newest checkpoint, cannot be read because of
-        `error`; its message says what to remove and which step the run then resumes from.
+        `error`; its message names what to remove and the step the run then resumes from.
         """
         older = max((s for s in self.steps() if s < step), default=None)
         way = f"to resume from step {older}" if older is not None else "to start again"

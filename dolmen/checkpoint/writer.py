@@ -3,10 +3,10 @@
 What a save writes is copied to CPU memory first, so that training may go on changing it.
 
 From a GPU the copies go to pinned memory, all of them under way at once on a stream of their own,
-and are waited for once. What is written is that memory: there is no second copy. It is asked for in
+and are waited for once. What is written is that memory: there is no second copy. It is allocated in
 chunks, from torch's allocator of pinned memory, which keeps them for the next save, and which
 rounds each up to a power of 2. A tensor is written from one piece of memory, so it lies in one
-chunk; which sizes the chunks have, and what lies where, is what asks for least, of several ways
+chunk; which sizes the chunks have, and what lies where, is what allocates least, of several ways
 that are tried. For the recipes' models, cut for 1 to 256 ranks, of which each has at most 192 GiB,
 that is at most 1.036 times what a rank has to write.
 
@@ -110,7 +110,7 @@ def copies(tensors: Mapping[str, Tensor], pinned: Pinned | None) -> dict[str, Te
     return out
 
 
-@lru_cache(maxsize=4)  # each save of a run asks the same
+@lru_cache(maxsize=4)  # each save of a run has the same sizes
 def plan(wanted: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
     """Pack buffers of `wanted` bytes into chunks of pinned memory. Returns the chunk sizes, powers
     of 2, and the place of each buffer: (chunk, first byte). Of TRIED chunk sizes the one with the
@@ -155,7 +155,7 @@ class WrittenPart(WriteResult):
     crc: int
 
 
-ROOM = 2**20  # bytes: with fewer free, a write has failed for want of them
+ROOM = 2**20  # bytes: with fewer free, a write has failed for lack of them
 
 
 class Writer(FileSystemWriter):
@@ -198,7 +198,7 @@ class Writer(FileSystemWriter):
         """Write this rank's file and return the results with checksums. Raises OSError with the
         reason where a write fails.
         """
-        with said_why(self.partial):
+        with explain_write_errors(self.partial):
             results = super().write_data(plan, planner).value()
             done: Future[list[WriteResult]] = Future()
             done.set_result(self._sums(results))
@@ -224,7 +224,7 @@ class Writer(FileSystemWriter):
         """Write .metadata, state.json and the seal, rename the folder to its final name, and delete
         old checkpoints; called on rank 0 after all ranks have written.
         """
-        with said_why(self.partial):
+        with explain_write_errors(self.partial):
             super().finish(metadata, results)
             with open(self.partial / folders.STATE, "w", encoding="utf-8") as file:
                 file.write(self.state)
@@ -245,7 +245,7 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 
 @contextmanager
-def said_why(folder: Path) -> Iterator[None]:
+def explain_write_errors(folder: Path) -> Iterator[None]:
     """Context manager: a failed write is raised as an OSError with its reason. torch's archive
     writer reports a full disk as `enforce fail at inline_container.cc`; the reason is an earlier
     error in the chain, or else that `folder` has no space left.
@@ -277,6 +277,6 @@ def _why(error: BaseException) -> OSError | None:
 
 def _full(folder: Path) -> bool:
     """True if the disk of `folder` has less than ROOM bytes free."""
-    with suppress(OSError):  # the folder is gone: that says nothing of room
+    with suppress(OSError):  # the folder is gone, which is no sign of a full disk
         return shutil.disk_usage(folder).free < ROOM
     return False

@@ -139,7 +139,7 @@ def _generate_prompts(options: GenerateConfig, resolved: Resolved) -> int:
                     output = engine.step()
                     for chosen in output.new_tokens:
                         if printer.add(chosen.number, chosen.token):
-                            # the engine knows no stop strings
+                            # the engine has no stop strings
                             engine.cancel(chosen.number)
                     require_finite(output.finished)
             finally:

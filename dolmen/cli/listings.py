@@ -100,7 +100,7 @@ def run_show(options: ShowConfig) -> int:
             server.serve(folders, options)
         else:
             print(f"wrote {escape(write_page(folders, Path(options.out)))}")
-    except KeyboardInterrupt:  # how a server is ended, and what a reader has asked for
+    except KeyboardInterrupt:  # the usual way to end a server, and intended
         return 0
     except ValueError as error:
         raise BadInput(message(error)) from None

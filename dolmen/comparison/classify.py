@@ -4,7 +4,7 @@ Each kind is tried in turn, and the first that explains the difference is report
 unexplained is at most a hundredth of the difference. Sums over ranks come first, since they say
 where to look; then exchanges of whole tensors, of halves, heads and rows; then offsets and factors.
 If nothing explains it, A and B compute different functions of equal inputs; the name of the tensor
-tells which function.
+identifies the function.
 """
 
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ def _compare_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
     joined tensor of B, to find missing or doubled sums and parts of another rank.
     """
     shards = _join_microbatches(x)
-    # summands cannot be told apart, and one rank has nothing to be compared with
+    # summands are indistinguishable, and one rank has nothing to be compared with
     if x.partial or len(shards) < 2:
         return
     full = y.join()

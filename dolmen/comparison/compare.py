@@ -142,7 +142,7 @@ class Tolerance:
 
     def admit(self, row: TensorComparison) -> TensorComparison:
         """Take a row's difference into account if it is allowed and has no note; return the row."""
-        # a row with a note is in another form: its difference says nothing of rounding
+        # a row with a note is in another form: its difference does not measure rounding
         if row.ok and not row.note:
             self.before = max(self.before, row.difference)
         return row

@@ -2,7 +2,7 @@
 one step of training/step.py exactly as a run makes it, recorded by hooks. The model's code is
 unchanged.
 
-Every rank calls `record` and gets what it has recorded itself. A hook knows which rows and columns
+Every rank calls `record` and gets what it has recorded itself. A hook is given the rows and columns
 of the logical tensor it sees: rows follow from the microbatch, and from cp and sequence
 parallelism; columns of heads and of the feed-forward width from tp. Calls outside of the decoder's
 forward (a layer that backward recomputes) are not recorded twice.
@@ -74,7 +74,7 @@ def record(
     compute: torch.dtype | None = None,
 ) -> Tensors:
     """Load the model of `source` under `layout` and record this rank's part of a training step, as
-    deep as the task says. `rest`: dtype of the parameters; `compute`: of the computation.
+    deep as the task specifies. `rest`: dtype of the parameters; `compute`: of the computation.
     Collective. Raises as `load_weights`.
     """
     rows = len(task.windows)

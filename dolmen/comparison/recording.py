@@ -173,7 +173,7 @@ def merge_ranks(ranks: list[Tensors]) -> Tensors:
     return out
 
 
-# On disk a piece is a tensor whose name says all about it:
+# On disk a piece is a tensor whose name describes it:
 # stage|name|partial|shape|where|rank|number|values; its rows are another, which ends in `rows`.
 
 

@@ -40,8 +40,8 @@ def record(
     source: ModelSource, task: DiffTask, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tensors:
     """Record what transformers computes for the source: weights, activations, gradients and one
-    update by torch.optim.AdamW, as deep as the task says. Exports the source to a temporary folder
-    if transformers cannot load it. Raises as `transformers_folder`.
+    update by torch.optim.AdamW, to the depth that the task specifies. Exports the source to a
+    temporary folder if transformers cannot load it. Raises as `transformers_folder`.
     """
     recorder, model = Recorder(), source.model
     with reference_model.quiet_transformers(), transformers_folder(source) as folder:
@@ -147,7 +147,7 @@ class _TransformersHooks:
                 if inner is not None and inner is not layer:
                     self._hook_output(inner, f"layers.{number}.{part}")
             if layer is not None:
-                # attention is observed by module: this says of which layer
+                # attention is observed by module: this maps it to its layer
                 layers |= dict.fromkeys(layer.modules(), number)
                 self._hook_output(layer, f"layers.{number}")
                 if number == 0:
@@ -188,7 +188,7 @@ class _TransformersHooks:
         elif param.role == "matrix" and name.startswith("layers."):
             # rows of the fused weight: columns of its output
             out = sum(self.model.spec.params[f"{name}.weight"].shape[0] for name in ours)
-            # the rule, applied to column numbers, says which belong to q, k and v
+            # the rule, applied to column numbers, gives those that belong to q, k and v
             columns = list(split_stored(entry.rule, torch.arange(out)))
             for parameter, which in zip(ours, columns, strict=True):
                 self._hook_output(module, parameter, which)

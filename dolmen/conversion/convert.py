@@ -1,7 +1,7 @@
 """Converts any source to a folder of a format that dolmen writes: one tensor in memory per thread.
 Nothing stands at the destination until all of it is written and proved.
 
-Proof. The written folder is opened again, by nothing but what it says of itself, and compared with
+Proof. The written folder is opened again, from its own files alone, and compared with
 the source: every tensor to the bit, then the logits. Both models compute on the same random tokens
 in fp32, from the numbers that were written, so all logits are equal to the bit. Where both models
 fit into memory they are computed whole, else a layer at a time, with one layer's weights in memory,
@@ -88,7 +88,7 @@ def export_model(
     if adapters:
         return peft.write(opened, to, DTYPES[dtype or "float32"])
     unknown.warn(opened.model)
-    # as the user says, else as the config.json states
+    # as --dtype has it, else as the config.json states
     wanted = DTYPES[dtype] if dtype else stated_dtype(opened.model)
     _optimizer_state(opened, "hf")
     _check_scales(opened, {}, "hf")

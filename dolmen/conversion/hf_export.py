@@ -97,7 +97,7 @@ def export_weights(
         if first.piece is None:
             yield first.hf, _join(first, full, shapes)
         else:
-            stack = _part(first.ours[0], full, shapes)  # asked for once, whole
+            stack = _part(first.ours[0], full, shapes)  # requested once, complete
             for entry in (first, *rest):
                 yield entry.hf, join_stored(entry.rule, [stack], entry.piece)
             del stack

@@ -58,7 +58,7 @@ def generation_config(folder: Path) -> dict[str, Any]:
 
 def vocabulary(folder: Path, model: Model | None, rows: int | None) -> int | None:
     """Return the number of tokens, without padding rows: that of the config.json (`model`), else
-    `rows` (--vocab-size), else the tokenizer's; None where nothing says it. Raises ValueError where
+    `rows` (--vocab-size), else the tokenizer's; None where neither exists. Raises ValueError where
     `rows` and the config.json differ.
     """
     if model is not None:
@@ -87,7 +87,7 @@ def express(spec: ModelSpec) -> Model:
         try:
             return model_from_spec(spec, name)
         except ValueError as error:
-            # the first is of llama, the most common: its reason tells most
+            # the first is of llama, the most common: its reason is the most useful
             reasons.append(str(error))
     raise ValueError(f"no model family can express this model; {reasons[0]}")
 

@@ -6,7 +6,7 @@ generate, evaluate and --init read.
     open_source("runs/book")                        a run: its newest complete checkpoint
     open_source("runs/book/checkpoints/step-...")   that checkpoint
 
-A format is a class that is a ModelSource, and a line of FORMATS. Only the format knows how a file
+A format is a class that is a ModelSource, and a line of FORMATS. Only the format defines how a file
 names, joins or cuts parameters: here they have our names and shapes.
 
 Adapters that are stored separately from their base are opened with it:
@@ -323,7 +323,7 @@ def _from_run(run: RunCheckpoint, base: ModelSource) -> LowRank:
         )
     # shapes and names first: the comparison below reads one weight only
     check_whole(run)
-    # One weight is enough to tell another base; min, so that the same one is read every time. A
+    # One weight is enough to detect another base; min, so that the same one is read every time. A
     # frozen weight may lie in eight bits, so it is compared up to rounding, relative to the
     # largest.
     weight = min(form.targets)

@@ -25,7 +25,7 @@ Invariants.
 - Rules move numbers and never change them. So they are linear, and hold for AdamW's moments and for
   gradients as well as for weights, and comparison can rename transformers' tensors by them.
 - join_stored(rule, split_stored(rule, t)) is t to the bit, in both orders.
-- A rule knows whole tensors only. How ranks cut a stored tensor is the format's
+- A rule works on whole tensors only. How ranks cut a stored tensor is the format's
   (megatron/shares.py).
 - Results are views where the layout allows it; `assemble` reads one stored tensor at a time.
 """

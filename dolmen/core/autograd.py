@@ -40,7 +40,7 @@ class Context(Generic[K]):
         kept: K
         """What forward leaves for backward, tensors excepted."""
         needs_input_grad: tuple[bool, ...]
-        """Of each input of forward, whether a gradient is asked for."""
+        """Of each input of forward, whether it needs a gradient."""
 
         @property
         def saved_tensors(self) -> tuple[Tensor, ...]: ...

@@ -13,8 +13,8 @@ follows from the types.
 f and g are of 1909.08053, g-bar of 2205.05198.
 
 All return new tensors or the input itself, never mutate one but by the names that end in `_`, are
-the identity on an axis of size 1, and trace under torch.compile. What is sent, and how, is said in
-core/transfers.py.
+the identity on an axis of size 1, and trace under torch.compile. What is sent, and how, is defined
+in core/transfers.py.
 """
 
 import torch
@@ -106,7 +106,7 @@ class _AllReduceInPlace(_AllReduce):
     @staticmethod
     def forward(ctx: Context[None], x: Tensor, axis: Axis) -> Tensor:
         """Overwrite x with the sum over the axis, and return it."""
-        # tells autograd that x is returned with new values
+        # informs autograd that x is returned with new values
         ctx.mark_dirty(x)
         wait(start_all_reduce_(x, axis), axis)
         return x

@@ -408,8 +408,8 @@ def from_words(hint: Any, words: Sequence[str], option: str) -> Any:
 
 
 def _from_word(kind: Any, word: str, option: str, expected: str, hint: Any) -> Any:
-    """Parse one word as `kind`. `expected`: what the error says it must be; `hint`: the full type,
-    which may allow None. Raises ValueError.
+    """Parse one word as `kind`. `expected`: what it must be, for the error message; `hint`: the
+    full type, which may allow None. Raises ValueError.
     """
     if get_origin(kind) is typing.Literal:
         known = {str(choice): choice for choice in get_args(kind)}

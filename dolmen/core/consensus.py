@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 T = TypeVar("T")
-SHOWN = 6  # facts told of one host
+SHOWN = 6  # facts listed per host
 
 
 def gather_objects(mine: Any) -> list[Any]:
@@ -43,7 +43,7 @@ def require_same(
     mend: str = "give every host the same command, the same version of dolmen and of torch",
 ) -> None:
     """Raise ValueError, the same on every rank, unless all ranks have the same `facts` (JSON values
-    by name): the message says which ranks on which host differ from rank 0, and in what. `what`:
+    by name): the message lists the ranks on which host differ from rank 0, and in what. `what`:
     what the ranks then do not do, `mend`: how to fix it, both for the message. Collective.
     """
     digest = hashlib.blake2b(

@@ -1,5 +1,5 @@
-"""The same bits every time on a GPU (--train.deterministic). docs/concepts/numerics.md says what is
-bitwise where.
+"""The same bits every time on a GPU (--train.deterministic). docs/concepts/numerics.md lists what
+is bitwise where.
 
 On a CPU all of a run is, with or without. A GPU's atomic additions come in any order: those of
 FlashAttention's backward, of `index_put`, `index_add` and `scatter_add`, of cuBLAS's shared
@@ -26,7 +26,7 @@ NONE = re.compile(r"(\w+) does not have a deterministic implementation")
 
 class NotDeterministic(ValueError):
     """An operator has no deterministic implementation, or CUBLAS_WORKSPACE_CONFIG rules out that of
-    cuBLAS; the message says which, and names the option.
+    cuBLAS; the message names it and the option.
     """
 
 

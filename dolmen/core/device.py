@@ -81,7 +81,7 @@ def replace_read_back(answer: ReadBack) -> Iterator[None]:
 def scalar_tensor(
     value: int | float, dtype: torch.dtype, device: torch.device
 ) -> Shaped[Tensor, ""]:
-    """A scalar tensor of a number that the host knows, written by a kernel. `torch.tensor` would
+    """A scalar tensor of a number known on the host, written by a kernel. `torch.tensor` would
     copy it, and wait until all that is queued before the copy is done.
     """
     return torch.full((), value, dtype=dtype, device=device)
@@ -189,7 +189,7 @@ def gpu_id(device: torch.device, env: Mapping[str, str] = os.environ) -> str:
         return ""
     named = env.get(VISIBLE, "").split(",")[0].strip()
     if named.startswith("MIG-"):
-        return named  # a process sees one part at most; CUDA may tell the UUID of the whole
+        return named  # a process sees one part at most; CUDA may report the UUID of the whole
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 

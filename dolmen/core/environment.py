@@ -81,8 +81,8 @@ def _slurm(env: Mapping[str, str]) -> Launch:
 
 
 def _tasks_here(env: Mapping[str, str]) -> tuple[int, str]:
-    """Return the number of tasks of the step on this machine, and the variable that says so: "4",
-    "4(x2)" or "4,3", by machines, of which this is the one numbered SLURM_NODEID. Raises
+    """Return the number of tasks of the step on this machine, and the variable it is read from:
+    "4", "4(x2)" or "4,3", by machines, of which this is the one numbered SLURM_NODEID. Raises
     ValueError.
     """
     name = "SLURM_STEP_TASKS_PER_NODE"

@@ -107,7 +107,7 @@ def _backends(group: dist.ProcessGroup | None) -> str:
 
 
 ReductionOrder = Literal["fast", "fixed"]
-"""How partial sums of several ranks are added: core/transfers.py says what each means."""
+"""How partial sums of several ranks are added: core/transfers.py defines each."""
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ def _device_mesh(
     stage: torch.Tensor, axes: tuple[Axis, ...], device: torch.device, make: GroupFactory
 ) -> DeviceMesh:
     """Return torch's DeviceMesh of this stage's ranks with dims `axes`."""
-    # DeviceMesh wants a group for each dim, also of size 1
+    # DeviceMesh needs a group for each dim, also of size 1
     alone = make([dist.get_rank()])
     return DeviceMesh.from_group(
         [a.group or alone for a in axes],

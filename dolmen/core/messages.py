@@ -13,8 +13,9 @@ from difflib import get_close_matches
 
 
 class BadInput(Exception):
-    """User input that cannot be used. The message says what and which option mends it; exit code 2.
-    Reduced to one printable line, also where a library's own text, which it ends in, has several.
+    """User input that cannot be used. The message names the problem and the option that mends it;
+    exit code 2. Reduced to one printable line, also where a library's own text, which it ends in,
+    has several.
     """
 
     def __init__(self, text: str):
@@ -23,7 +24,7 @@ class BadInput(Exception):
 
 
 class Failed(RuntimeError):
-    """A run that cannot continue; the message says why and what mends it, and no traceback is
+    """A run that cannot continue; the message gives the reason and the remedy, and no traceback is
     shown; exit code 1. `final`: restarting would only fail again.
     """
 

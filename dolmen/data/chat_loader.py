@@ -72,7 +72,7 @@ def prepare(
     if config.template is not None:
         inputs.tokenizer.chat_template = template.text  # that of the model that is saved
     (source,) = inputs.sources
-    # a model that says one number of a whole text reads its last token too
+    # a model with one score per text reads its last token too
     say: Say = "end" if model is not None and isinstance(model.head, ScalarHeadSpec) else "next"
     longest = sequence_length if say == "end" else sequence_length + 1
     examples = open_chats(source, config, template, longest, say, progress, verify)
@@ -304,13 +304,13 @@ def pairs_of(
     examples: Examples, pairs: np.ndarray, sequence_length: int, packing: bool, say: Say, seed: int
 ) -> PackedRows:
     """Pack preference pairs (indices `pairs`) into rows: the two completions of each into two
-    consecutive rows, at the same place in the order of each; SIDE says which completion is where.
+    consecutive rows, at the same place in the order of each; SIDE marks which completion is which.
     """
     # examples 2 i and 2 i + 1 are chosen and rejected
     both = np.stack((2 * pairs, 2 * pairs + 1), 1).reshape(-1)
     numbers = {SIDE: np.tile(np.array([1, -1], np.float32), len(examples) // 2)}
-    if examples.said.any():
-        numbers[MARGIN] = examples.said
+    if examples.preference.any():
+        numbers[MARGIN] = examples.preference
     return PackedRows(
         examples,
         both,
@@ -319,7 +319,7 @@ def pairs_of(
         together=2,
         say=say,
         seed=seed,
-        said=numbers,
+        per_example=numbers,
     )
 
 
@@ -337,9 +337,9 @@ def completions_of(
         )
     full = append_unrelated(examples, chosen)
     both = np.stack((chosen, len(examples) + np.arange(len(chosen))), 1).reshape(-1)
-    numbers = {SIDE: full.said}
+    numbers = {SIDE: full.preference}
     return PackedRows(
-        full, both, sequence_length, packing=packing, together=2, seed=seed, said=numbers
+        full, both, sequence_length, packing=packing, together=2, seed=seed, per_example=numbers
     )
 
 
@@ -370,7 +370,7 @@ def append_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
         offsets=np.concatenate((examples.offsets, ends)),
         weights=np.concatenate((examples.weights, np.ones(count, np.float32))),
         hashes=np.concatenate((examples.hashes, np.zeros(count, np.uint64))),
-        said=np.concatenate((examples.said, np.zeros(count, np.float32))),
+        preference=np.concatenate((examples.preference, np.zeros(count, np.float32))),
     )
 
 
@@ -419,7 +419,7 @@ def describe_completions(mixture: PackedRows) -> str:
     """Line for the run's header: the training completions and how many are desirable."""
     completions = mixture.chosen[0::2]  # behind each, the one to another prompt
     examples = mixture.examples
-    desirable = int((examples.said[completions] > 0).sum())
+    desirable = int((examples.preference[completions] > 0).sum())
     return (
         f"{examples.name}: {plural(len(completions), 'completion')} to train on of "
         f"{len(examples) - len(completions):,}, of which {desirable:,} are desirable, each "

@@ -1,6 +1,6 @@
 """Rows of chats, preference pairs and completions as tokenised examples on disk.
 
-Chats come in the three forms in which they are published, told from each other by their fields:
+Chats come in the three forms in which they are published, distinguished by their fields:
 
     messages        [{role, content}, ...], as chat templates take them
     conversations   [{from, value}, ...], of ShareGPT: human, gpt, system, tool
@@ -15,7 +15,7 @@ built once and reused until something that they depend on changes (token_cache.p
     offsets.npy    int64 [examples + 1]: example i is tokens[offsets[i]:offsets[i + 1]]
     weights.npy    float32 [examples]: weight of the example's loss
     hashes.npy     uint64 [examples], of the tokens, which decide the validation split
-    said.npy       float32 [examples]: margin of a pair, or whether a completion is wanted (1 or -1)
+    preference.npy float32 [examples]: margin of a pair; 1 for a desirable completion, else -1
 
 An example predicts each of its tokens but the first, so one of n tokens takes n - 1 positions.
 """
@@ -81,8 +81,8 @@ def completions(source: DataSource, max_bytes: int | None = None) -> Iterator[Ch
     for row, where in rows(source, max_bytes):
         if row.get("completion") is None and row.get("chosen") is not None:
             chosen, rejected = pair_of(row, where)
-            yield replace(chosen, said=1.0)
-            yield replace(rejected, said=-1.0)
+            yield replace(chosen, preference=1.0)
+            yield replace(rejected, preference=-1.0)
         else:
             yield completion_of(row, where)
 
@@ -95,7 +95,7 @@ def pair_of(row: dict[str, Any], where: str) -> tuple[Chat, Chat]:
     gate.check_schema(row, where, PAIR_ROW)
     margin = float(row.get("margin", 0.0))
     chosen, rejected = (_join_completion(row, name, where) for name in ("chosen", "rejected"))
-    return replace(chosen, said=margin), replace(rejected, said=margin)
+    return replace(chosen, preference=margin), replace(rejected, preference=margin)
 
 
 def completion_of(row: dict[str, Any], where: str) -> Chat:
@@ -104,7 +104,9 @@ def completion_of(row: dict[str, Any], where: str) -> Chat:
     """
     row = {name: value for name, value in row.items() if value is not None}
     gate.check_schema(row, where, COMPLETION_ROW)
-    return replace(_join_completion(row, "completion", where), said=1.0 if row["label"] else -1.0)
+    return replace(
+        _join_completion(row, "completion", where), preference=1.0 if row["label"] else -1.0
+    )
 
 
 def _join_completion(row: dict[str, Any], name: str, where: str) -> Chat:
@@ -182,10 +184,10 @@ def _alpaca_messages(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": question}, {"role": ASSISTANT, "content": row["output"]}]
 
 
-FORMAT = 2
+FORMAT = 3
 FORM = Form(
     EXAMPLES,
-    ("tokens.bin", "trained.bin", "offsets.npy", "weights.npy", "hashes.npy", "said.npy"),
+    ("tokens.bin", "trained.bin", "offsets.npy", "weights.npy", "hashes.npy", "preference.npy"),
 )
 READERS = {"chats": chats, "pairs": pairs, "completions": completions}
 
@@ -202,7 +204,7 @@ class Examples:
     offsets: np.ndarray
     weights: np.ndarray
     hashes: np.ndarray
-    said: np.ndarray
+    preference: np.ndarray
     longest: int
     content: str
     """Hash of all of it."""
@@ -292,7 +294,7 @@ def open_examples(
         np.load(folder / "offsets.npy"),
         np.load(folder / "weights.npy"),
         np.load(folder / "hashes.npy"),
-        np.load(folder / "said.npy"),
+        np.load(folder / "preference.npy"),
         longest,
         index["content"],
     )
@@ -328,7 +330,7 @@ def _build(
     """Tokenise all chats and write the cache files and the index into `folder`. Raises ValueError
     where there are none.
     """
-    ends, weights, hashes, stated_weights = [0], [], [], []
+    ends, weights, hashes, preferences = [0], [], [], []
     trained_in_all, untrained, largest = 0, 0, 0
     with (
         open(folder / "tokens.bin", "wb") as tokens,
@@ -342,7 +344,7 @@ def _build(
             marks.write(trained.astype(np.uint8).tobytes())
             ends.append(ends[-1] + len(ids))
             weights.append(chat.weight)
-            stated_weights.append(chat.said)
+            preferences.append(chat.preference)
             # of tokens: equal chats in two files are copies
             hashes.append(xxhash.xxh3_64_intdigest(data))
             largest = max(largest, int(ids.max()))
@@ -355,7 +357,7 @@ def _build(
     np.save(folder / "offsets.npy", np.array(ends, "<i8"))
     np.save(folder / "weights.npy", np.array(weights, "<f4"))
     np.save(folder / "hashes.npy", np.array(hashes, "<u8"))
-    np.save(folder / "said.npy", np.array(stated_weights, "<f4"))
+    np.save(folder / "preference.npy", np.array(preferences, "<f4"))
     index = {
         **origin,
         "examples": len(weights),
@@ -364,8 +366,7 @@ def _build(
         "untrained": untrained,
         "largest": largest,
         "content": hashlib.blake2b(
-            np.array(hashes, "<u8").tobytes()
-            + np.array([weights, stated_weights], "<f4").tobytes(),
+            np.array(hashes, "<u8").tobytes() + np.array([weights, preferences], "<f4").tobytes(),
             digest_size=8,
         ).hexdigest(),
     }

@@ -99,7 +99,7 @@ class Cloze:
             # between a quarter and three quarters of the text
             cut = int(chance.integers(1 + len(first) // 4, 2 + len(first) * 3 // 4))
             follows = chance.random() < 0.5
-            # a negative has the same length: it cannot be told by that
+            # a negative has the same length: its length does not give it away
             second = first[cut:] if follows else other(row)[cut : len(first)]
             parts, following = [first[:cut], second], np.float32(1 if follows else -1)
         tokens, labels = (np.full(self.sequence_length, fill) for fill in (self.padding, IGNORED))

@@ -132,8 +132,8 @@ def shuffle_row(number: int, size: int, seed: int) -> int:
 class PackedRows:
     """Examples `chosen`, packed into rows of `sequence_length`, or one per row without `packing`.
     Examples that belong together (the two completions of a pair: `together` is 2) are consecutive
-    in `chosen`, and lie in consecutive rows in the same order. `said`: a number per example that
-    the batch carries for each of its tokens.
+    in `chosen`, and lie in consecutive rows in the same order. `per_example`: a number per example
+    that the batch carries for each of its tokens.
     """
 
     bytes = None
@@ -149,7 +149,7 @@ class PackedRows:
         together: int = 1,
         say: Say = "next",
         seed: int = 0,
-        said: Mapping[str, np.ndarray] | None = None,
+        per_example: Mapping[str, np.ndarray] | None = None,
     ):
         """Pack all rows now. `weighted`: batches carry the examples' loss weights."""
         self.examples, self.chosen, self.together = examples, chosen, together
@@ -158,7 +158,7 @@ class PackedRows:
         # what else a batch brings of each token that is predicted, by name: of all tokens
         self.numbers: dict[str, np.ndarray] = {}
         # and of each example, for all its tokens
-        self.said = dict(said or {})
+        self.per_example = dict(per_example or {})
         self.first = 0 if say == "end" else 1  # token of an example that has a place
         lengths = self._lengths()[chosen].reshape(-1, together)
         # one each, where they are not packed
@@ -251,7 +251,7 @@ class PackedRows:
         tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         weights, starts = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
         numbers = {name: np.zeros(shape, values.dtype) for name, values in self.numbers.items()}
-        numbers |= {name: np.zeros(shape, np.float32) for name in self.said}
+        numbers |= {name: np.zeros(shape, np.float32) for name in self.per_example}
         for row, indices in enumerate(rows):
             end = 0
             for index, here, span_slice in self.places(indices):
@@ -260,7 +260,7 @@ class PackedRows:
                 weights[row, here], starts[row, here] = counts, here.start
                 for name, values in self.numbers.items():
                     numbers[name][row, here] = values[span_slice]
-                for name, values in self.said.items():
+                for name, values in self.per_example.items():
                     numbers[name][row, here] = values[index]
                 end = here.stop
             # padding is a document of its own

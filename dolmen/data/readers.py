@@ -248,7 +248,7 @@ def json_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
     for a file that is too large, and Refused for malformed JSON.
     """
     with open_decompressed(file) as stream:
-        # one byte more than allowed tells "too large" from "exactly full"
+        # one byte more than allowed distinguishes "too large" from "exactly full"
         data = stream.read(ROWS.size + 1)
     if len(data) > ROWS.size:
         raise ValueError(

@@ -62,7 +62,7 @@ class Chat:
     """Weight of the loss of its tokens."""
     where: str
     """File and row, for error messages."""
-    said: float = 0.0
+    preference: float = 0.0
     """Label of the row: the margin of a pair, or whether a completion is wanted (1 or -1).
     """
 
@@ -243,8 +243,8 @@ def template_of(tokenizer: PreTrainedTokenizer, name: str | None) -> Template:
 
 
 def tokenizer_template(tokenizer: PreTrainedTokenizer, mend: str, choose: str) -> Template:
-    """Return the tokenizer's own template. Raises ValueError where there is none (`mend` says what
-    to do), or several and no default (`choose` says what to do).
+    """Return the tokenizer's own template. Raises ValueError where there is none (`mend`: what
+    to do), or several and no default (`choose`: what to do).
     """
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer has no chat template: {mend}")

@@ -401,7 +401,7 @@ def first_copies(words: np.ndarray, mask: np.ndarray, validated: set[int]) -> np
 
 
 def split_documents(corpus: Corpus, indices: Iterable[int], why: str = "") -> ValidationSplit:
-    """Validation split of the documents at `indices`; `why` says how they were chosen, for its
+    """Validation split of the documents at `indices`; `why`: how they were chosen, for its
     note.
     """
     chosen = np.asarray(indices)
@@ -449,7 +449,7 @@ def join_parts(parts: Sequence[ValidationSplit]) -> ValidationSplit:
 
 
 def exclusion_note(corpus: Corpus, indices: np.ndarray, why: str) -> str:
-    """Note that says which share of a source is not trained on, and `why`."""
+    """Note of the share of a source is not trained on, and `why`."""
     tokens = int((corpus.offsets[indices + 1] - corpus.offsets[indices]).sum())
     return (
         f"not trained on: {len(indices):,} of {corpus.document_count:,} documents of "

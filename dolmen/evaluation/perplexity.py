@@ -1,5 +1,5 @@
 """Measures how well a model predicts tokens, under any layout: perplexity and bits per byte of a
-corpus, and the log-likelihoods that lm_eval's tasks ask for.
+corpus, and the log-likelihoods that lm_eval's tasks need.
 
 The documents of a corpus become rows of tokens: each document whole, or in windows where it is
 longer.
@@ -92,7 +92,7 @@ class Windows:
 
     @property
     def words(self) -> str:
-        """Phrase that says how documents are read, for the report."""
+        """Phrase that describes how documents are read, for the report."""
         if self.stride == self.window:
             return (
                 f"whole documents of up to {self.window:,} tokens; the first token of each is not "

@@ -224,7 +224,7 @@ def _run_transformers(
     if not tokens.new:
         none = tokens.windows[:, :0], logits.detach()[:, :0]
         return Reference(logits.detach(), loss.item(), wanted, *none)
-    # greedy and endless, whatever the folder's own says
+    # greedy and endless, whatever the folder's own has
     model.generation_config = GenerationConfig()
     generated = model.generate(
         tokens.prompts,

@@ -167,7 +167,7 @@ def read_bert(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_bert(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a BERT config.json for a spec; architectures tells which head it has."""
+    """Return the fields of a BERT config.json for a spec; architectures determines its head."""
     architecture = BOTH if follows(spec) else MASKED
     return {**write_encoder(spec), "architectures": [architecture]}
 

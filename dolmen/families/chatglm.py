@@ -28,7 +28,7 @@ from dolmen.model.spec.positions import LinearScaling
 #
 # - DeepNorm's number is that of 28 layers, however many there are: its code makes each block so.
 # - The angles of rope are rounded to half precision, whatever it computes in.
-# - The head is the embedding unless config.json says not, and files hold both.
+# - The head is the embedding unless config.json unties it, and files hold both.
 # - Until version 1.1 config.json did not say which token [gMASK] is. Code of then has the numbers
 #   in it, takes [MASK] first, and lets <sop> behind [gMASK] keep its index.
 
@@ -152,7 +152,7 @@ CHATGLM = Family(
 #
 #     positions   ChatGLM2-6B-32K divides them by it
 #     base        ChatGLM3-6B-32K and -128K, GLM-4-9B: the base is 10,000 times as much
-# `_name_or_path` tells which it is. Without it "base" is assumed, with a warning; it can be stated
+# `_name_or_path` identifies it. Without it "base" is assumed, with a warning; it can be stated
 # as `"dolmen": {"rope_ratio_of": "positions"}`.
 
 THETA = 10000.0
@@ -251,7 +251,7 @@ def _ratio_of(config: Mapping[str, Any]) -> str | None:
 
 
 def assume_chatglm2(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return {"rope_ratio_of": "base"} if neither the config nor the checkpoint's name says what
+    """Return {"rope_ratio_of": "base"} if neither the config nor the checkpoint's name gives what
     rope_ratio applies to; otherwise {}.
     """
     return {} if _ratio_of(config) else {"rope_ratio_of": RATIO_OF[0]}

@@ -57,7 +57,7 @@ INTERNLM2 = Family(
     rules=rules,
     fields=llama.change_fields(FIELDS, BIAS, vocab_size=103168),
     only={**windows.NONE, **llama.NO_BIAS},
-    # attn_implementation says how its own code computes the same
+    # attn_implementation selects how its own code computes the same
     harmless="attn_implementation",
     extra_fields=llama.BESIDE,
     ignored=(r"model\.layers\.\d+\.attention\.rotary_emb\.inv_freq",),

@@ -47,7 +47,7 @@ def has_scalar_head(config: Mapping[str, Any], family: Family) -> bool:
     its architectures. Raises ValueError for a classifier of several labels, and for a class that is
     not the family's own.
     """
-    # the class name alone tells a reward model from a language model
+    # only the class name distinguishes a reward model from a language model
     named = config.get("architectures") or []
     if not (isinstance(named, list) and any(str(name).endswith(ENDING) for name in named)):
         return False
@@ -121,7 +121,7 @@ class Model(CustomValue):
 
     @property
     def family(self) -> Family:
-        """Family that reads the config.json. Raises ValueError if dolmen knows none."""
+        """Family that reads the config.json. Raises ValueError if there is none."""
         return known.family_of(self.config)
 
     @property
@@ -148,7 +148,7 @@ class Model(CustomValue):
         )
 
     def _check_fields(self) -> None:
-        """Raise ValueError for a config.json that states two values of a field, asks for remote
+        """Raise ValueError for a config.json that states two values of a field, requires remote
         code or quantised weights, or has a value outside the supported ones of a field.
         """
         config, family = self.config, self.family
@@ -199,7 +199,7 @@ class Model(CustomValue):
 
 def check_matrix_count(spec: ModelSpec) -> ModelSpec:
     """Return `spec` unchanged. Raises ValueError if layers x experts exceed the limit on matrices:
-    checked before parameters are listed, as a hostile config.json could ask for billions.
+    checked before parameters are listed, as a hostile config.json could have billions.
     """
     layers, experts = spec.layers, spec.experts
     if (matrices := layers * max(1, experts)) > kinds.MOST_MATRICES:
@@ -234,7 +234,7 @@ def model_from_spec(
     """
     family = known.find_family(model_type)
     try:
-        # marker fields tell apart families that share a model_type
+        # marker fields distinguish families that share a model_type
         own = {
             "model_type": family.model_type,
             **family.marker_fields,
@@ -413,7 +413,7 @@ def compare_fields(one: Model, other: Model) -> list[tuple[str, Any, Any]]:
 
 
 def _remote_code_files(auto_map: Mapping[str, Any]) -> set[str]:
-    """Return the names of the code files that `auto_map` asks to run: "modeling_x" for
+    """Return the names of the code files that `auto_map` would run: "modeling_x" for
     "x/y--modeling_x.Class".
     """
     classes = [

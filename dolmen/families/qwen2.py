@@ -92,7 +92,7 @@ def qwen2_moe_windows(config: dict[str, Any]) -> list[int | None]:
 
 def read_qwen2_moe(config: dict[str, Any]) -> ModelSpec:
     """Return the spec of a Qwen2-MoE config.json: MoE layers with a gated shared expert, dense
-    where WHICH says.
+    where WHICH has it.
     """
     dense = llama.dense_mlp(config)
     sparse = replace(
@@ -197,7 +197,7 @@ QWEN3 = replace(
 
 
 def read_qwen3_moe(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of a Qwen3-MoE config.json: Qwen3 with MoE layers, dense where WHICH says,
+    """Return the spec of a Qwen3-MoE config.json: Qwen3 with MoE layers, dense where WHICH has it,
     one window for all layers. `attention_bias` puts biases on q, k, v and o.
     """
     size, normalise = config["moe_intermediate_size"], config["norm_topk_prob"]

@@ -3,7 +3,7 @@
 Problem. Every family stores the same model in another form: q, k and v fused in one of four orders,
 gate and up in one tensor, weights transposed, experts one by one or stacked, rope's pairs
 interleaved. An importer and an exporter written by hand per family drift apart, and neither can
-tell the shape of what is on disk before it is read.
+give the shape of what is on disk before it is read.
 
 Idea. A family is a list of rules, without torch. A rule pairs the name of a module on disk (`hf`)
 with the names of one or several modules of ours (`names`), and covers weight and bias; "{}" stands

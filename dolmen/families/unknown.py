@@ -12,7 +12,7 @@ from dolmen.families.family import HARMLESS, ONLY, RESERVED, flag
 from dolmen.families.model import Model, assumed_fields
 
 MOST = 8  # fields that are listed by name
-# Names that ask for a setting of training where a model's field is expected -> the option.
+# Names of a training setting where a model's field is expected -> the option.
 TRAINING = {
     "dropout": "--train.dropout",
     "router_balance": "--train.router.balance",

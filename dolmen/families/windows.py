@@ -59,7 +59,7 @@ def uniform_windows(config: dict[str, Any], used: bool = True) -> list[int | Non
 def typed_windows(
     config: dict[str, Any], otherwise: Sequence[str], used: bool = True
 ) -> list[int | None]:
-    """Return the window of each layer: sliding_window where its type says that it slides (and
+    """Return the window of each layer: sliding_window where its type is sliding (and
     `used`), else None. The types are `layer_types`, or `otherwise` if that is None. Raises
     ValueError if their number is not that of the layers, and if a layer slides without a window
     size.

@@ -191,7 +191,7 @@ def read_yaml(file: Path | str, kind: Kind) -> Any:
 
 
 def seal_yaml(text: str) -> str:
-    """Add a first and a last line by which `read_yaml` knows that the file is complete."""
+    """Add a first and a last line by which `read_yaml` detects a complete file."""
     return f"{FIRST}{text.rstrip()}{LAST}"
 
 

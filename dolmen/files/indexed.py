@@ -1,4 +1,4 @@
-"""Megatron's indexed data sets: `.bin` has tokens and nothing else, `.idx` says where its sequences
+"""Megatron's indexed data sets: `.bin` has tokens and nothing else, `.idx` has where its sequences
 and documents begin (megatron/core/datasets/indexed_dataset.py). All little-endian:
 
     offset    size    .idx

@@ -45,7 +45,7 @@ class SpecialTokenFields(TypedDict, total=False):
 
 
 class SamplingFields(TypedDict, total=False):
-    """Fields of a generation_config.json, where tokens are chosen as it says."""
+    """Fields of a generation_config.json, where it determines sampling."""
 
     do_sample: bool | None
     temperature: NonNegative | None
@@ -337,7 +337,7 @@ class Spoken(TypedDict):
     content: str | None
 
 
-# A chat, in one of three forms, which their fields tell apart.
+# A chat, in one of three forms, distinguished by their fields.
 SPOKEN = Annotated[list[Spoken], Len(1)]
 SHARED = Annotated[list[typed_dict({"from": SHORT_NAME, "value": str | None})], Len(1)]
 # Of what is multiplied with losses: float32, in which that is, ends at 3.4e38.
@@ -375,7 +375,7 @@ ARGUMENTS = Kind(dict[str, Any], depth=64)
 # Journal of an unfinished output (serving/output_file.py): the options, then rows that wait.
 JOURNAL_HEAD = Kind(
     typed_dict(
-        {"format": Annotated[int, Interval(ge=1, le=1)], "asked": dict[str, Any], "input": str},
+        {"format": Annotated[int, Interval(ge=1, le=1)], "options": dict[str, Any], "input": str},
         rest=None,
     )
 )

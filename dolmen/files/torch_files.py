@@ -4,7 +4,7 @@ nested values with tensors in them, as a pickle, and separately the storages of 
     archive   name/data.pkl | name/data/0 | name/data/1 | ...                     since torch 1.6
     older     magic | version | system | values | keys | u64 n, numbers | u64 n, numbers | ...
 
-A pickle says what it is made of by naming classes and functions, which Python would import and
+A pickle states what it is made of by naming classes and functions, which Python would import and
 call. Here each name of a written list has a stand-in of ours, and every other one is refused
 (pickles.py). A stand-in computes nothing: a tensor becomes the place of its numbers (`StoredView`),
 a Namespace its values, anything else that training leaves in its files (`Left`) nothing at all.
@@ -54,7 +54,7 @@ CLASSES = {dtype: vars(torch)[name] for name, dtype in STORAGES.items()}
 ALIGNED = 64  # bytes, as torch puts numbers
 ARCHIVE = b"PK\x03\x04"
 """First bytes of an archive."""
-LARGE = 2**31  # bytes: from here on an archive says sizes in 8
+LARGE = 2**31  # bytes: from here on an archive stores sizes in 8
 
 
 @dataclass
@@ -171,7 +171,7 @@ class Namespace:
 
     values: dict[str, Any] = field(default_factory=dict)
 
-    def __new__(cls, *_: Any) -> "Namespace":  # of one without options a pickle says no more
+    def __new__(cls, *_: Any) -> "Namespace":  # a pickle of one without options has no more
         """Create an empty one, as a pickle of a Namespace without options sets no state."""
         namespace = super().__new__(cls)
         namespace.values = {}

@@ -96,7 +96,7 @@ def place(
     """Build the decoder on meta and shard it over `mesh`: cast, split over tp and ep, optionally
     compile, then FSDP. No memory is allocated.
 
-    `layout` says how the model is split over the axes of `mesh`; None builds for inference, split
+    `layout`: how the model is split over the axes of `mesh`; None builds for inference, split
     over tp only, without FSDP. `schedule` assigns pipeline stages to ranks; None: one stage.
     `stages`: the layers of each stage (default: balanced). `training`: dropout, router, adapter and
     fp8 options. `dtype`: of stored parameters; `compute` (default: the same): of the copies a step
@@ -178,8 +178,8 @@ def initialize(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:
 
 
 def _initialize_param(p: Tensor, name: str, seed: int, spec: ModelSpec) -> None:
-    """Fill p, or this rank's part of it, as the spec's `initial` says: normal, uniform within 1 /
-    sqrt(inputs), ones or zeros; "beside" leaves it, as it is derived from another parameter.
+    """Fill p, or this rank's part of it, as the spec's `initial` defines: normal, uniform within 1
+    / sqrt(inputs), ones or zeros; "beside" leaves it, as it is derived from another parameter.
     """
     param = spec.params[name]
     match param.initial:

@@ -7,7 +7,7 @@ dropout noise, router losses.
 
 The KV cache (`LayerCache`; implemented in dolmen/serving/kv_cache.py) is called by the mixer with
 queries and the new keys and values. A cached forward has batch 1: the new tokens of all sequences
-follow one another. Token-wise modules do not see sequences; only the cache knows which token
+follow one another. Token-wise modules do not see sequences; only the cache has which token
 belongs to which.
 
 A `Branch` is a column-row pair of tensor parallelism (Megatron-LM, 1909.08053):

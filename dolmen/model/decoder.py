@@ -22,7 +22,7 @@ gathered weight of the head when forward returns.
 
 Invariants. Every parameter has exactly one `ParamSpec`; `Decoder.plan` and `Decoder.partial` follow
 from it. Per-token inputs (labels, weights, positions) are those of whole sequences and equal on all
-ranks of tp and cp; each rank takes its part. With several stages per rank, `part` says which of
+ranks of tp and cp; each rank takes its part. With several stages per rank, `part` selects which of
 them a call runs, and the stage boundary has the shape of `boundary`.
 """
 

@@ -14,7 +14,7 @@ MoE: a router sends each token to k of E experts, gated MLPs of width F.
       v leave              one sum for both
 
 Experts have their own axes: E is sharded over ep, F over tp, and what remains of dp x cp, edp,
-shards them as ZeRO says. Router weights are replicated over tp and see a partial sum, so their
+shards them as ZeRO requires. Router weights are replicated over tp and see a partial sum, so their
 gradient is partial over tp.
 
 Invariants. No layout changes the result: there is no capacity factor, rows are never dropped, and

@@ -3,7 +3,7 @@ token, [rows, tokens]. Only `kl` has a gradient.
 
 Compared with TRL (trl/trainer/ppo_trainer.py, grpo_trainer.py), OpenRLHF (openrlhf/models/utils.py,
 openrlhf/trainer/ppo_utils/experience_maker.py) and verl (verl/trainer/ppo/core_algos.py); where
-these differ, a docstring says whose formula is the default, and an argument chooses the other.
+these differ, a docstring names whose formula is the default, and an argument chooses the other.
 """
 
 from typing import Literal

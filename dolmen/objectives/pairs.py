@@ -4,7 +4,7 @@
     row 2 i       p p c c c|p p p c c|. .      p prompt, c completion, | document, . padding
     row 2 i + 1   p p c|p p p c c c c|. .
 
-numbers[SIDE] of a completion's tokens says which of a pair is preferred; without it, row 2 i is.
+numbers[SIDE] of a completion's tokens marks which of a pair is preferred; without it, row 2 i is.
 """
 
 from dataclasses import dataclass

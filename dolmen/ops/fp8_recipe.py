@@ -1,5 +1,5 @@
-"""How products are rounded to eight bits, as data: what a run asks for (--train.precision,
---train.fp8), and what a leaf is told. No torch.
+"""How products are rounded to eight bits, as data: what a run requests (--train.precision,
+--train.fp8), and the options of one parameter. No torch.
 """
 
 import math

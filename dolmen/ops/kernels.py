@@ -1,6 +1,6 @@
 """The choice of the kernels that a model computes with, made once, where it is built, from the
-hardware, the dtype and the sizes. No layer asks a tensor for its device, so a fake or a CPU tensor
-takes the road of an H100 where one is named, and what a run will call can be said before it starts.
+hardware, the dtype and the sizes. No layer reads a tensor's device, so a fake or a CPU tensor
+takes the road of an H100 where one is named, and what a run will call is known before it starts.
 """
 
 from collections.abc import Iterable
@@ -202,7 +202,7 @@ def _scaled_mm(hardware: Hardware, dtype: torch.dtype, fp8: Fp8) -> bool:
 
 def _grouped_mm(hardware: Hardware, dtype: torch.dtype, widths: tuple[int, ...]) -> bool:
     """Return True if F.grouped_mm is a single kernel without a host sync, and right: bfloat16 on
-    Hopper, rows of whole 16 bytes. Its documentation says 8.0 or later, but the kernel is for 9.x
+    Hopper, rows of whole 16 bytes. Its documentation states 8.0 or later, but the kernel is for 9.x
     and 10.x; on others it copies the offsets to the host, once per product
     (native/GroupedMMUtils.h), where a loop reads once per layer. On 10.x it leaves garbage in the
     gradient of an expert without rows (pytorch#172439).

@@ -96,7 +96,7 @@ class ExpertOrder(NamedTuple):
 
 def sort(experts: Int64[Tensor, "n k"], number: int) -> ExpertOrder:
     """Sort (token, expert) pairs by expert, of `number` experts. The host reads nothing, as it
-    would for `bincount`, whose result is as long as the largest value says.
+    would for `bincount`, whose result is as long as the largest value requires.
     """
     sorted, pairs = experts.flatten().sort(stable=True)
     # E binary searches of n k sorted numbers
@@ -175,8 +175,8 @@ product each; or where each ends, on the device, for one kernel that does all.
 
 
 # A sparse layer has nine grouped products in a step: gate, up and down, each forward, by its input
-# and by its weight. Both roads compute the same ones. They differ in who knows how many rows a
-# group has: the loop's host, which has waited for the device to say so, or the device alone.
+# and by its weight. Both roads compute the same ones. They differ in where it is known how many
+# rows a group has: the loop's host, which has waited for the device to say so, or the device alone.
 
 
 class _Loop(TypedFunction):

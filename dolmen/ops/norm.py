@@ -1,9 +1,9 @@
 """RMSNorm (Zhang and Sennrich, 1910.07467): x / sqrt(mean(x^2) + eps) * weight, in fp32, cast back
 to x's dtype.
 
-The cast comes before the product with the weight, as in Llama; half precision alone can tell.
-F.rms_norm with the weight casts after it, so torch's fused kernel is asked for the normalised x
-alone. Bytes that one pass over x in bf16 reads and writes, per element, of a GPU:
+The cast comes before the product with the weight, as in Llama; only half precision shows the
+difference. F.rms_norm with the weight casts after it, so torch's fused kernel computes the
+normalised x alone. Bytes that one pass over x in bf16 reads and writes, per element, of a GPU:
 
                  forward                                     backward
     passes       36: to fp32 6, squares 8, mean 4,           90 or so: fifteen passes, in fp32

@@ -192,7 +192,7 @@ def prime(optimizer: Optimizer) -> None:
         for p in group["params"]:
             if not optimizer.state[p]:
                 optimizer.state[p] = {
-                    # fused AdamW wants its step count on the parameter's device
+                    # fused AdamW needs its step count on the parameter's device
                     "step": torch.zeros((), dtype=torch.float32, device=p.device),
                     **{kind: torch.zeros_like(p) for kind in group["kinds"]},
                 }

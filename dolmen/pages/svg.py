@@ -1,4 +1,4 @@
-"""Pictures as SVG in a page: shapes, axes and the fills that tell kinds apart, also in black and
+"""Pictures as SVG in a page: shapes, axes and the fills that distinguish kinds, also in black and
 white. Lengths are pixels of a page 920 wide; classes are styled in report.html.
 """
 

@@ -98,7 +98,7 @@ class ContextParallel:
         """Attention of this rank's queries to the keys of all ranks: see ops/attention/spec.py.
 
         q, k, v are of length / size tokens, S(1, zigzag), and so is the result. `attend` is of this
-        rank's heads and documents. With dropout keys and values are gathered, whatever `kind` says.
+        rank's heads and documents. With dropout keys and values are gathered, whatever `kind` is.
         """
         if attend.dropout is not None:
             k, v = self.gather_keys(k, v)
@@ -106,7 +106,7 @@ class ContextParallel:
         if self.axis.size == 1:
             return self.backend.attention(q, k, v, attend)
         if self.kind == "ring":
-            # torch says no type of what its decorator makes of a function
+            # torch has no type for what its decorator makes of a function
             return _ring(q, k, v, attend.sinks, self, attend)  # pyright: ignore[reportCallIssue]
         k, v = self.gather_keys(k, v)
         n, out = q.shape[1] // 2, []

@@ -144,7 +144,7 @@ class _InOrder(sharding.ReduceScatter):
 class _Alone(sharding.ReduceScatter):
     """The reduce-scatter of one rank, whose gradients are already the sum. FSDP allocates a buffer
     that gradients are copied into, and right after it one that it copies their sum into from there.
-    Both are one here, and torch knows a copy onto itself for nothing (of 33 M gradients 45 ms on a
+    Both are one here, and torch skips a copy onto itself (of 33 M gradients 45 ms on a
     CPU).
     """
 

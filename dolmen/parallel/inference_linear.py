@@ -48,7 +48,7 @@ from dolmen.core.torch_private import compute
 from dolmen.ops import int8
 
 Weights = Literal["stated", "int8"]
-"""How weights are held: in the dtype that is asked for, or as int8."""
+"""How weights are held: in the requested dtype, or as int8."""
 
 ROWS = 64  # what a weight is laid out for; as fast with 4 rows and with 256
 # 1,040: fp32 holds every sum of as many products exactly

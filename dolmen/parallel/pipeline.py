@@ -290,7 +290,7 @@ class _Step:
 
     def backward(self, action: Action, dy: Tensor | None) -> None:
         """Run B from the gradient of y (None on the last stage): the whole backward, send dx down,
-        and tell the reduction over fsdp whether it is the last.
+        and set whether the reduction over fsdp knows it is the last.
         """
         if self.splits:
             # the products of this model leave their dW to us in every backward, in a whole one too

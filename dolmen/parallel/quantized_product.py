@@ -78,7 +78,7 @@ def gather_payloads(model: nn.Module, recipes: Mapping[str, Fp8]) -> list[str]:
     parameter name) whose products share one payload and whose shards cut no block. `model` is
     allocated and split by `data.shard_model`. Returns the names of the weights changed.
     """
-    # FSDP knows parameters as objects; recipes know them by name
+    # FSDP has parameters as objects; recipes have them by name
     names = {p: name for name, p in model.named_parameters()}
     states = []
     for record in (record for unit in units(model) for record in sharding.records(unit)):
@@ -474,6 +474,6 @@ def _scaled_mm_products(left: Operands, right: Operands, dtype: torch.dtype) -> 
         for a, sa, b, sb in zip(*left[:2], *right[:2], strict=True)
     ]
     if left.granularity == "row":
-        # scaled_mm wants row scales as [m, 1] and [1, n]
+        # scaled_mm needs row scales as [m, 1] and [1, n]
         sides = [(a, b, sa.view(-1, 1), sb.view(1, -1)) for a, b, sa, sb in sides]
     return [F.scaled_mm(a, b.t(), sa, kind, sb, kind, output_dtype=dtype) for a, b, sa, sb in sides]

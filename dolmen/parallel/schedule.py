@@ -1,6 +1,6 @@
 """Pipeline schedules: a list of actions per rank, how they are written as text or YAML, and the
 five schedules that have a name, for any number of ranks and microbatches. docs/concepts/pipeline.md
-draws them and says which is for what. Needs no torch.
+draws them and describes when to use each. Needs no torch.
 
     F3    forward of microbatch 3
     B3    its whole backward
@@ -39,7 +39,7 @@ class Action(NamedTuple):
 class Schedule:
     """The action lists of all ranks.
 
-    `actions[rank]` is in order. `placement` says which stage a chunk is; for ranks = 3, chunks = 2:
+    `actions[rank]` is in order. `placement`: which stage a chunk is; for ranks = 3, chunks = 2:
 
         loop   rank 0: stages 0 and 3, rank 1: 1 and 4, rank 2: 2 and 5
         v      rank 0: stages 0 and 5, rank 1: 1 and 4, rank 2: 2 and 3
@@ -139,7 +139,7 @@ def format_yaml(schedule: Schedule) -> str:
 
 def _parse_action(word: str, where: str) -> Action:
     """Parse one action such as F3 or F3.1. Raises ValueError that starts with `where`."""
-    # at most 9 digits: a file cannot ask for lists of 10^30 entries
+    # at most 9 digits: a file cannot demand lists of 10^30 entries
     match = re.fullmatch(r"([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", word)
     if not match:
         raise gate.refuse(

@@ -36,7 +36,7 @@ Style = Literal["columns", "rows", "sequence", "vocabulary"]
 def parallelize(
     module: nn.Module, plan: Mapping[str, Style], mesh: Mesh, zero: int = 0
 ) -> nn.Module:
-    """Split `module`, identical on every rank, in place: over tp as `plan` says (part name or
+    """Split `module`, identical on every rank, in place: over tp as `plan` specifies (part name or
     pattern such as `layers.*.q_proj` -> style), and over dp as ZeRO stage `zero`. Parts that it
     does not name stay whole. Returns the module. Raises ValueError, with nothing changed, for a
     name that no part has, a style that the part cannot have, or sizes that tp does not divide.

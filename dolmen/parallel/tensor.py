@@ -441,7 +441,7 @@ def _compute_weight_gradients(
 def weight_products(grads: Sequence[Tensor], x: Tensor, turned: bool) -> list[Tensor]:
     """Return the weight gradient g^T x [out, in] for each of `grads` [tokens, out]. `turned`:
     transpose one factor into contiguous memory first, the narrower of x and all `grads` together
-    (ops/kernels.py says where that is faster).
+    (ops/kernels.py decides where that is faster).
     """
     if not turned:
         return [g.t() @ x for g in grads]
@@ -538,7 +538,7 @@ def _infer_linear(x: Tensor, linear: Linear, tp: TensorParallel) -> Tensor:
 
 
 # A compiled block ends before products of eight bits and begins again behind them: what delayed
-# scaling learns of a step is no value of a graph, nor is what ranks tell one another of scales.
+# scaling learns of a step is no value of a graph, nor are the scales that ranks exchange.
 _uncompiled = compute.disable_compile(_multiply_linears)
 
 

@@ -83,7 +83,7 @@ class StepConfig:
     """Compile each block. Excludes zero-bubble schedules."""
 
     @property
-    def said(self) -> dict:
+    def specified(self) -> dict:
         """Options that were given."""
         return {name: value for name, value in vars(self).items() if value is not None}
 

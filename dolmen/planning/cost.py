@@ -9,7 +9,7 @@ the tiles that libraries have, the one that ends first is taken, and the contrac
 where tiles are few (split-K). Nothing is faster than its bytes; all else is bytes alone.
 
 The host issues one operator after another, and the device waits for it where it is faster. What a
-collective takes is hidden as far as `Overlap` says.
+collective takes is hidden as far as `Overlap` allows.
 """
 
 import math
@@ -208,7 +208,7 @@ def _product_shape(row: LedgerRow) -> tuple[int, int, int, int]:
 
 def action_seconds(rows: Iterable[LedgerRow], machine: Machine) -> Parts:
     """Return the seconds of the rows of one action, in the order in which the host issues them,
-    with communication hidden as `Overlap` says. Sends are left out: they belong to the schedule
+    with communication hidden as `Overlap` allows. Sends are left out: they belong to the schedule
     (step.py).
     """
     spent = {"product": 0.0, "attention": 0.0, "memory": 0.0}

@@ -1,5 +1,5 @@
 """Pipeline schedules as Gantt charts: a row per rank, a box per action, hatched where the rank
-idles. Drawn from what `schedule.simulate` says.
+idles. Drawn from the result of `schedule.simulate`.
 """
 
 from pathlib import Path

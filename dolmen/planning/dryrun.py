@@ -2,7 +2,7 @@
 
 Build, forward, backward and update run on tensors that have no values, in a process group in which
 nothing is sent, with the kernels that are chosen for some hardware. What they do is a ledger. Of
-many microbatches few are run (steady_state.py). It runs eagerly, whatever `train.compile` says.
+many microbatches few are run (steady_state.py). It runs eagerly, whatever `train.compile` is.
 """
 
 import gc
@@ -212,8 +212,8 @@ def _count_step(
 
 
 def crash_error(rank: int, counting: Counting, error: Exception) -> ValueError:
-    """Return a ValueError that says that the step of this rank would raise `error`, after which
-    action and in which module.
+    """Return a ValueError which explains that the step of this rank would raise `error`, after
+    which action and in which module.
     """
     last = counting.rows[-1].action if counting.rows else ""
     where = f"after {last}" if last else "at the start"

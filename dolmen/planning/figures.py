@@ -386,7 +386,7 @@ def cluster(plan: Plan) -> Drawing:
     return drawing
 
 
-DRAWN = 12  # of a row; more are said, not drawn
+DRAWN = 12  # of a row; more are counted, not drawn
 
 
 def _box_places(count: int) -> list[float]:

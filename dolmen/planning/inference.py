@@ -76,8 +76,8 @@ def inference(question: Question, batch: int, length: int | None) -> Inference:
             f"--length {most} or less"
         )
     pins = question.pins
-    if pins.said.keys() - {"tp"}:
-        name = min(pins.said.keys() - {"tp"}).replace("_", "-")
+    if pins.specified.keys() - {"tp"}:
+        name = min(pins.specified.keys() - {"tp"}).replace("_", "-")
         raise ValueError(f"--layout.{name} is for training: with --inference give only --layout.tp")
     space = Space(spec, cluster.gpus_per_node, cluster.gpus_per_node, 1, pins=pins)
     sizes = sorted({tp for tp, cp, pp, _, ep in space.meshes() if cp * pp * ep == 1})

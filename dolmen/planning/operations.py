@@ -1,8 +1,9 @@
 """The ledger rows that a dry run would count, in closed form, for single operations (`Maker`).
 
-A `Program` says how an implementation computes (fused kernels, attention, buffers): dolmen's, or
-those of published runs (benchmarks/planning). A `RankShare` says what a rank has of a microbatch.
-blocks.py puts a step together from these rows, fast enough for a hundred thousand layouts.
+A `Program` describes how an implementation computes (fused kernels, attention, buffers): dolmen's,
+or those of published runs (benchmarks/planning). A `RankShare` describes what a rank has of a
+microbatch. blocks.py puts a step together from these rows, fast enough for a hundred thousand
+layouts.
 """
 
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ from dolmen.planning.ledger import LedgerRow
 
 @dataclass(frozen=True)
 class Program:
-    """How an implementation computes what a model says: its habits."""
+    """How an implementation computes a model: its habits."""
 
     attention: Literal["scores", "flash", "tuned"] = "flash"
     """Scores in memory, or in a kernel that never writes them: FlashAttention 2, or one that is

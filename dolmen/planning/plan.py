@@ -113,7 +113,7 @@ class Candidate:
 
     @property
     def words(self) -> str:
-        """The layout as a person says it: "tp 8 pp 16"."""
+        """The layout in words: "tp 8 pp 16"."""
         return words(self.layout)
 
     @property
@@ -224,9 +224,9 @@ class Plan:
     """To train on; 0: 20 for each parameter, as 2203.15556 found best."""
     prices: Prices = Prices()
     dry: DryRun | None = None
-    """None where it was not asked for."""
+    """None where it was not requested."""
     assumed: tuple[str, ...] = ()
-    """Options that nobody has said, so that defaults are planned: train.sequence-length."""
+    """Options that are not set, so that defaults are planned: train.sequence-length."""
     command: str = ""
     """Command that runs the first layout's step as some of its ranks."""
 

@@ -51,11 +51,11 @@ class Question:
         if options.cluster is None:
             raise ValueError("missing --cluster (such as dgx-a100:384, or a YAML file)")
         cluster = read_cluster(options.cluster)
-        step = {n: v for n, v in options.train.said.items() if n != "microbatch_size"}
+        step = {n: v for n, v in options.train.specified.items() if n != "microbatch_size"}
         if "dtype" not in step and request.run.train.dtype not in ("bfloat16", "float16"):
-            # large models are not trained in fp32: only if --train.dtype says so
+            # large models are not trained in fp32: only if --train.dtype is fp32
             step["dtype"] = "bfloat16"
-        if "dtype" not in options.train.said and "bf16" not in cluster.device.peak:
+        if "dtype" not in options.train.specified and "bf16" not in cluster.device.peak:
             # a V100 has no bf16
             step["dtype"] = "float16" if "fp16" in cluster.device.peak else "float32"
         split = (options.layout.schedule or "").startswith("zero-bubble")
@@ -66,7 +66,7 @@ class Question:
         # before minutes of search
         run.check_length()
         if split:
-            replace(run, layout=Layout(**options.layout.said)).refuse_compiled()
+            replace(run, layout=Layout(**options.layout.specified)).refuse_compiled()
         # raises for a dtype that the device does not multiply
         cluster.device.rate(PRODUCTS[run.train.dtype])
         default = to_dict(TrainConfig())

@@ -1,5 +1,5 @@
 """Layers and parameters of each pipeline rank, cached by the parts of a layout that decide them, as
-a search asks for a hundred thousand layouts.
+a search evaluates a hundred thousand layouts.
 """
 
 import math

@@ -255,7 +255,7 @@ def nearest_fitting(question: Question, near: LayoutChoice) -> LayoutChoice | No
     """Return the layout that fits and differs in the fewest options from `near`, when nothing is
     pinned; None if nothing is pinned already, or none fits.
     """
-    if not question.pins.said and question.microbatch_size is None:
+    if not question.pins.specified and question.microbatch_size is None:
         return None
     free = replace(question, pins=Pins(), microbatch_size=None)
     fitting = (choice for choice in free.space().choices() if question.fits(choice))

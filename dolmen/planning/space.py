@@ -1,6 +1,6 @@
 """Every layout of a model on so many GPUs, as numbers: what `Layout.check` takes, without what has
-no effect (sequence parallelism without tp, ZeRO without ranks to shard over). It is asked of each
-axis once and not of each layout, of which there are a hundred thousand.
+no effect (sequence parallelism without tp, ZeRO without ranks to shard over). It is checked for
+each axis once and not of each layout, of which there are a hundred thousand.
 """
 
 import math
@@ -50,10 +50,10 @@ class Pins:
 
     def __post_init__(self):
         """Raise ValueError for options that no layout can have."""
-        Layout(**self.said)  # which refuses its own
+        Layout(**self.specified)  # which refuses its own
 
     @property
-    def said(self) -> dict:
+    def specified(self) -> dict:
         """The options that are pinned, by name. With recompute_layers alone, recompute is
         "full".
         """
@@ -221,7 +221,7 @@ class Space:
         the option.
         """
         # the checks of a run explain themselves, so try these first
-        layout = Layout(**self.pins.said)
+        layout = Layout(**self.pins.specified)
         # the clearest reason first
         if self.gpus % layout.inner or layout.dp and layout.inner * layout.dp > self.gpus:
             layout.resolve(self.gpus)

@@ -104,8 +104,8 @@ def command(question: Question, choice: LayoutChoice) -> str:
 
 def count_ranks(run: RunConfig, device: Device, progress: bool) -> list[dict[str, Any]] | str:
     """Return what a dry run counts on its default ranks, as --json of `dolmen dryrun` has it, from
-    the cache or newly counted; or a text that says why none was made. Raises ValueError for a step
-    that would crash.
+    the cache or newly counted; or a text with the reason why none was made. Raises ValueError for a
+    step that would crash.
     """
     file = measured_at() / "winners" / f"{step_hash(run, run.known_model, device)}.json"
     with suppress(gate.Refused, OSError):

@@ -18,7 +18,7 @@ Invariants:
 - Prompts, samples and order follow from the seed, the step and the number of a completion, never
   from time or layout. A resumed run repeats the iteration that it was in.
 - An iteration is written before its first update and read back where its file exists, so rewards,
-  which may be slow, paid for or random, are asked for once per completion.
+  which may be slow, paid for or random, are computed once per completion.
 - The weights that generate are those of the last update: an iteration of one update is on-policy,
   and update i of an iteration is i updates off-policy. The ratios of the policy loss correct that.
 - All ranks call everything here in the same order: generation, rewards and forwards are collective.

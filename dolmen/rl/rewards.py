@@ -395,7 +395,7 @@ class CombinedReward:
         )
 
     def _resolve_failure(self, result: RewardResult) -> float:
-        """Return the reward of a result, or for a failure 0 or NaN, as --rollout.on-failure says,
+        """Return the reward of a result, or for a failure 0 or NaN, as set by --rollout.on-failure,
         with a warning. Raises ValueError where a failure stops the run.
         """
         if result.reward is not None:

@@ -74,7 +74,7 @@ class ChatSession:
     def reply(self, text: str) -> Iterator[str]:
         """Yield the reply to the user's `text`, piece by piece, and append both to the messages.
 
-        An interrupted reply stays as far as it was generated; `truncated` tells whether it reached
+        An interrupted reply stays as far as it was generated; `truncated`: whether it reached
         --max-new-tokens. Raises ValueError, with the messages as before, for a chat that the model
         cannot read.
         """

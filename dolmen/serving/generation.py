@@ -107,7 +107,7 @@ class Detokenizer:
         """
         if self.stopped is not None:
             return ""
-        if new:  # context without text would not tell whether a word has a space before it
+        if new:  # context without text would not show whether a word has a space before it
             self._before = self._read
         self._read = len(self.tokens)
         longest = max(map(len, self.stop), default=1)
@@ -229,7 +229,7 @@ class StopStrings:
             text = self._texts.setdefault(key, Detokenizer(self.tokenizer, self.stop))
             text.add(new.token)
             if text.stopped is not None:
-                # the engine knows tokens only; without this it would go on to max_new_tokens
+                # the engine has tokens only; without this it would go on to max_new_tokens
                 finished += engine.cancel(*key)
         return finished
 
@@ -392,7 +392,7 @@ def apply_generation_config(config: T, generation_config: Mapping[str, Any]) -> 
         defaults.get(name, config.__dict__[name]) for name in ("min_new_tokens", "max_new_tokens")
     )
     if "min_new_tokens" in defaults and most is not None and least > most:
-        del defaults["min_new_tokens"]  # the user wants fewer
+        del defaults["min_new_tokens"]  # the user requests fewer
     notes = []
     if defaults:
         # never silently: they change what the user gets

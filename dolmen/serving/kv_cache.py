@@ -11,9 +11,9 @@ Problem: a forward mixes sequences that decode (one new token each, long past) w
 prefilled (many new tokens, whole or in chunks). Padding all to one rectangle would multiply mostly
 zeros.
 
-Idea: the tokens of a forward are one flat row, and only attention knows sequences. A layer keeps
-one pool of pages (block_table.py), writes the new keys and values to their pages, and attends in
-two ways:
+Idea: the tokens of a forward are one flat row, and only attention distinguishes sequences. A layer
+keeps one pool of pages (block_table.py), writes the new keys and values to their pages, and attends
+in two ways:
 
     tokens    | a | b | c |  d d d d   e e e e  |  f f f f f f  | 0 0 |
               '- decode --'------ group --------'---- group ----'- padding to a multiple of tp

@@ -5,7 +5,7 @@
 Each rank of a pipeline calls it with the same chunks, computes its stage and sends the result on;
 only the last stage has logits. The head multiplies just the hidden vectors whose next token is
 wanted: for the other tokens of a prompt no logits are computed, unless their log-probabilities were
-asked for, and then in pieces.
+requested, and then in pieces.
 """
 
 from collections.abc import Mapping, Sequence

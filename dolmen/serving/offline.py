@@ -447,7 +447,7 @@ class RowRunner:
         self.queue.finish(number, row.fields | fields)
 
     def _output_fields(self, sequence: FinishedSequence) -> dict[str, Any]:
-        """Return what the output says about a sample: text, token ids, finish reason, and
+        """Return the output fields of a sample: text, token ids, finish reason, and
         log-probabilities if requested.
         """
         text, reason = self._stops.take_text(sequence)

@@ -95,7 +95,7 @@ def _check_head(journal: Path, there: bool, options: Mapping[str, Any], input_di
             f"--resume: the rows of --input differ from those that {journal} was started with: "
             "give those, or another --output"
         )
-    before = head["asked"]
+    before = head["options"]
     for name in sorted({*before, *options}):
         if before.get(name) != options.get(name):
             raise ValueError(
@@ -154,7 +154,7 @@ class OutputFile:
         resumed = self.journal.count > 0
         if not resumed:
             self.journal.add(
-                json_line({"format": FORMAT, "asked": dict(options), "input": input_digest})
+                json_line({"format": FORMAT, "options": dict(options), "input": input_digest})
             )
             # the options must be on disk before the first row, or --resume could not check them
             self.journal.sync()

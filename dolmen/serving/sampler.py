@@ -1,4 +1,4 @@
-"""Sample the next token of each sequence of an engine step, and tell all pipeline stages.
+"""Sample the next token of each sequence of an engine step, and send it to all pipeline stages.
 
     logits on the last stage -> penalties, temperature, top-k, top-p of each request -> token
     -> a row of numbers per token (TOKEN, CLOSE, FINITE, log-probabilities) -> every stage
@@ -31,7 +31,7 @@ TOKEN, CLOSE, FINITE, LOGPROBS = range(4)
 
 @dataclass(frozen=True)
 class SampledToken:
-    """The next token of one sample, as every rank knows it."""
+    """The next token of one sample, known to every rank."""
 
     token: int
     close: bool
@@ -39,7 +39,7 @@ class SampledToken:
     finite: bool
     """True if all logits were finite; otherwise the token is meaningless."""
     logprob: LogProb | None
-    """Its log-probability and those of the most likely tokens; None if the request wants none."""
+    """Its log-probability and those of the most likely tokens; None if not requested."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,13 +69,13 @@ class ForwardOutput:
     @property
     def top(self) -> int:
         """Number of most likely tokens whose log-probabilities are computed for every row: the most
-        that any request wants.
+        that any request needs.
         """
         return max((group.request.top for _, group, _ in self.draws), default=0)
 
     @property
     def labelled(self) -> dict[int, SequenceChunk]:
-        """Chunks of the sequences that want log-probabilities of their prompt."""
+        """Chunks of the sequences that need log-probabilities of their prompt."""
         return {key: chunk for key, chunk in self.chunks.items() if chunk.labels}
 
     @property
@@ -117,7 +117,7 @@ class ForwardOutput:
 
 def _parse_token(numbers: Sequence[float], group: SequenceGroup) -> SampledToken:
     """Parse a row of numbers (the columns TOKEN, CLOSE, FINITE, then log-probabilities) to a
-    sampled token; its log-probability is None if the request wants none.
+    sampled token; its log-probability is None if not requested.
     """
     wanted = group.request.logprobs is not None
     logprob = _parse_logprob(numbers[LOGPROBS:], group.request.top) if wanted else None

@@ -54,9 +54,9 @@ class SequenceGroup:
     num_computed: int = 0
     """Tokens that are in the KV cache."""
     logprobs: list[LogProb] = field(default_factory=list)
-    """Log-probabilities of the new tokens, if the request wants them."""
+    """Log-probabilities of the new tokens, if requested."""
     prompt_logprobs: list[LogProb] = field(default_factory=list)
-    """Log-probabilities of the prompt's tokens after the first, if the request wants them."""
+    """Log-probabilities of the prompt's tokens after the first, if requested."""
     close: int = 0
     """Number of new tokens that were near ties (`sampling.CLOSE`)."""
 

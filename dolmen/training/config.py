@@ -216,7 +216,7 @@ class RunConfig:
     """One training run."""
 
     name: str = "pretrain"
-    """Name of the run; its folder is runs/NAME unless --out says otherwise."""
+    """Name of the run; its folder is runs/NAME unless --out is set."""
     init: Name | None = None
     """Initial weights: a transformers directory, a hub id, a checkpoint of another run, or the URL
     of one of these folders (`s3://bucket/model`). They determine the model.

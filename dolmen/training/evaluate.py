@@ -350,7 +350,7 @@ class Validator:
         out, and bits per byte are known only where the whole validation split was read.
         """
         most = self.most(state)
-        # `through` tells the watchdog that validation progresses; the first one may compile
+        # `through` reports progress to the watchdog; the first one may compile
         through = partial(self.watch.through, phase="validate", patient=not state.step)
         batches = self.loader.validation_batches(most, self.mesh.dp.rank, self.mesh.dp.size)
         objective = validation_objective(state.objective)

@@ -3,7 +3,7 @@ may delete.
 
     runs/NAME/.dolmen     the names, one per line, under which runs have written here:
                           `checkpoints`, `config.yaml`, `tokenizer`, ... and the
-                          files of those whose form says so
+                          files of formats that need them
 
 A file is deleted where its whole path has a form that dolmen writes and its first name is in this
 list. A list can only take away from those forms, so a forged one names nothing outside them; what
@@ -126,7 +126,7 @@ WRITTEN = tuple(n for n, form in FORMS.items() if form.list_kind != "not" and n 
 
 
 class Unusable(ValueError):
-    """The run's folder cannot be used as requested; the message says why."""
+    """The run's folder cannot be used as requested; the message gives the reason."""
 
 
 def claim(out: Path, *names: str) -> None:
@@ -339,9 +339,9 @@ def _walk(folder: Path, below: str = "") -> Iterator[tuple[str, str]]:
 
 
 def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
-    """Raise ValueError for a folder `out` that holds something, unless --resume or --overwrite says
-    what to do with it; for both options together; for one that is in use; and for one that cannot
-    be written to. Creates and deletes a temporary file to see that.
+    """Raise ValueError for a folder `out` that holds something, unless --resume or --overwrite
+    permits what to do with it; for both options together; for one that is in use; and for one that
+    cannot be written to. Creates and deletes a temporary file to see that.
     """
     if resume and overwrite:
         raise ValueError(

@@ -77,10 +77,10 @@ class TrainingHooks:
         # steps without an update that are not part of the critic's warm-up
         self.skipped = state.step - state.updates - min(state.step, state.critic_warmup_steps)
         self.skipped_in_a_row, self.finite = 0, True
-        self.disagreed = False  # trainer and generator have, which is said once
+        self.disagreed = False  # trainer and generator have, which is reported once
         self.record = metrics.MetricsFile(out / "metrics.jsonl", state.step) if mesh.first else None
         self.history = HistoryFile(out / metrics.HISTORY if mesh.first else None)
-        # steps between validations, evaluations and rows per rank, where no option says
+        # steps between validations, evaluations and rows per rank, where no option is set
         self.first, self.tenth = state.step + 1, max(1, state.steps // 10)
         self.profile = Profile(run.log.profile, mesh, out)
         self.evaluator = (

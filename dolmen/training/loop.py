@@ -1,7 +1,7 @@
 """The training loop; when Python's garbage collector runs; torch.compile's fallbacks.
 
 When Python's garbage collector runs in training: after the same step on every rank, and not when
-each rank's own count of objects says so. A whole collection takes 0.1 to 0.3 s, and a step takes as
+by each rank's own count of objects. A whole collection takes 0.1 to 0.3 s, and a step takes as
 long as that of the slowest rank.
 
 Tensors are freed without it: tests/training/test_garbage.py holds that a step leaves none in a
@@ -9,8 +9,8 @@ cycle. Activation recomputation leaves 28 small objects per layer, and FSDP of t
 per layer and microbatch.
 
 torch.compile gives up on a function that it has compiled `torch._dynamo.config.recompile_limit`
-times (8), and runs what fits none of those programs uncompiled: right, slower, and told to nobody
-but torch's log. A run says so.
+times (8), and runs what fits none of those programs uncompiled: correct, slower, and reported only
+in torch's log. A run reports it.
 
 The training loop: steps, and periodic work as (every, hook). All else, from checkpoints to
 plots, is a hook.

@@ -75,7 +75,7 @@ class MetricsFile:
         rows = read_metrics(file)
         kept_rows = [row for row in rows if row["step"] <= step] if step else []
         self.reached = max((row["step"] for row in rows), default=step)
-        """The last step that had been told of before."""
+        """The last step that had been reported before."""
         # one line more than rows: the last one was cut by a crash, and has nothing after it to keep
         if file.exists() and sum(1 for _ in file.open("rb")) > len(rows) + 1:
             damaged_copy = folders.free(file.with_suffix(".damaged.jsonl"))
@@ -295,8 +295,8 @@ class Logger(Protocol):
 
 class WandB:
     """Weights & Biases. Its steps can only rise, so rows of repeated steps are ignored by it and
-    the old ones stay. Without a key the run is recorded offline, and `notice` says how to upload
-    it.
+    the old ones stay. Without a key the run is recorded offline, and `notice` explains how to
+    upload it.
     """
 
     def __init__(self, run: TrackedRun):
@@ -352,7 +352,7 @@ class Trackio:
 
         self.run = trackio.init(
             project=PROJECT,
-            # trackio knows runs by name, so the name has to be unique
+            # trackio identifies runs by name, so the name has to be unique
             name=f"{run.name}-{run.identity[:6]}",
             config=dict(run.config),
             resume="allow" if run.step else "never",

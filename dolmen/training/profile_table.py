@@ -219,7 +219,7 @@ def _gpu_work(
     launch_kinds = _launch_kinds(host)
     work, times = WorkTally(), defaultdict(list)
     for kernel in kernels:
-        # equal kernels of equal duration are told apart by their order alone, which suffices for
+        # equal kernels of equal duration are distinguished by their order alone, which suffices for
         # sums
         kernel_kind, length = name_kind(kernel.name), kernel.time_range.elapsed_us()
         known = launch_kinds.get((kernel.name, length))

@@ -104,7 +104,7 @@ def _read_stored(out: Path, key: str, rows: PackedRows) -> np.ndarray | None:
 
 
 def _require_init(resolved: ResolvedRun, why: str) -> None:
-    """Raise Unusable where the initial model was deleted; `why` says what it is needed for."""
+    """Raise Unusable where the initial model was deleted; `why`: what it is needed for."""
     if resolved.init_is_gone:
         raise Unusable(
             f"--init {resolved.config.init} no longer exists, but {why}: restore it, or give a "

@@ -101,7 +101,7 @@ def resolve(
     """Open every model that the run names and fill in the options that depend on them. Raises
     ValueError, KeyError or OSError.
 
-    processes:  those of the run; None: as many as the layout says
+    processes:  those of the run; None: as many as the layout has
     checkpoint: the newest one of a run that resumes, read in place of a deleted initial model
     reads_init: False in a dry run: the model of --init is opened only if there are reward models,
                 and nothing is filled in from it

@@ -116,8 +116,8 @@ def run_training(
     watch: Watch | None = None,
     prepared: Prepared | None = None,
 ) -> Outcome:
-    """Train as `config` says, in the folder `out`; return the outcome. Every process of the mesh
-    calls it; `console` prints on one of them only.
+    """Train as `config` specifies, in the folder `out`; return the outcome. Every process of the
+    mesh calls it; `console` prints on one of them only.
 
     start:    the agreed way to start; else made from `resumed` and `overwrite`
     stop:     set by a signal handler, to end early with a checkpoint

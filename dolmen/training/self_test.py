@@ -4,7 +4,7 @@ run, and parts of them by themselves, and compares bits.
 Every run computes parts of the same products, cut between the same leaves (ops/exact.py). If each
 part that a run computes has the bits of its leaves computed alone, all runs have the same. Whether
 it has them is decided by the library, its version, the CPU and the number of threads, from shapes
-alone; so random numbers tell it. Parts are computed on one thread: the number of threads follows
+alone; so random numbers reveal it. Parts are computed on one thread: the number of threads follows
 from the layout (launch/process.py), and with each number a product may agree with its own parts. It
 takes about as long as the products of one layer, once more on one thread.
 """
@@ -59,7 +59,7 @@ def check_machine(
     else:
         broken_product = f"any sum: it computes on {mesh.device.type}"
     words = f"{broken_product}, with {torch.get_num_threads()} threads" if broken_product else None
-    # one process has no peers to ask, and perhaps no group
+    # one process has no peers to compare with, and perhaps no group
     everyone = consensus.gather_objects(words) if mesh.size > 1 else [words]
     for rank, broken in enumerate(everyone):
         if broken is not None:

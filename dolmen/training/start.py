@@ -6,7 +6,7 @@ checkpoint is loaded they compare options, versions and a hash of the code (`ran
 decide together:
 
     first start    as --resume and --overwrite request; a folder that holds a run is an error
-    restart        if any rank's launcher counts one, or the folder knows the job: from the newest
+    restart        if any rank's launcher counts one, or the folder lists the job: from the newest
                    complete checkpoint, or an older one if that is damaged. --overwrite was obeyed
                    by the first start; the folder records by which job, as a kill may have come
                    before
@@ -301,5 +301,5 @@ def _check(request: TrainRequest) -> None:
 
 
 def _owners(out: Path) -> set[str]:
-    """Return the ids of the jobs that the folder knows (`clear_run`, `record_jobs`)."""
+    """Return the ids of the jobs that the folder lists (`clear_run`, `record_jobs`)."""
     return set(gate.read_text(out / OWNER, 2**20).splitlines()) if (out / OWNER).exists() else set()

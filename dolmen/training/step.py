@@ -1,7 +1,7 @@
 """One update of the model: the whole mathematics of a training step.
 
     counts       real tokens, divisor of each loss               all-reduce over dp
-    forward and  losses / global count, as the schedule says:    tp, cp, ep inside layers; pp
+    forward and  losses / global count, by the schedule:    tp, cp, ep inside layers; pp
     backward     gradients accumulate over microbatches          between stages; gradients over dp
     tied weight  embedding and head on different stages          all-reduce over boundary stages
     norm         of all gradients, without the loss scale        all-reduce over all axes

@@ -184,7 +184,7 @@ def worker(
     limit = network_limit(config.train.hang_seconds)
     with (
         process.environment(determinism.ENVIRONMENT if same else {}),
-        determinism.deterministic_mode(same),  # NCCL asks when its groups are made
+        determinism.deterministic_mode(same),  # NCCL reads it when its groups are made
         process.stop_handler(lambda got: setattr(stop, "signal", max(stop.signal, got))),
         meshes.process_group_context(started, device, limit),
         explain_errors(out),
@@ -249,7 +249,7 @@ def _start(
 @contextmanager
 def explain_errors(out: Path) -> Iterator[None]:
     """Context manager that turns errors that are no bug (damaged files, a full disk, a loss that is
-    not finite) into BadInput or Failed with one sentence that says what is saved. Others pass with
+    not finite) into BadInput or Failed with one sentence about what is saved. Others pass with
     their traceback.
     """
     try:

@@ -192,7 +192,7 @@ def check_merged(
 
 
 def probes(tokenizer: PreTrainedTokenizer) -> list[str]:
-    """English and Chinese sample lines of which the tokenizer knows all characters."""
+    """English and Chinese sample lines of which the tokenizer has all characters."""
     encode = encoder(tokenizer)
     # lines with unknown characters cannot come back
     unknown = tokenizer.get_vocab().get(str(tokenizer.init_kwargs.get("unk_token")))

@@ -16,7 +16,7 @@ apply:
 
     new   (e5 a4) (a4a9 e6) ...      base   (a9 e6)      e5 a4 [a9 e6] b0 94
 
-Here the base joins a9 e6 before the new pair a4a9 e6 could be seen. So `lead` asks the base to
+Here the base joins a9 e6 before the new pair a4a9 e6 could be seen. So `lead` lets the base
 cut the token's own text, and adds a merge for each join from there on; an intermediate result
 that has no token yet becomes a token too.
 """

@@ -114,8 +114,8 @@ class Watched:
         return {"runs": runs, "differs": differing(runs)}
 
     def page(self, every: float | None = None) -> str:
-        """Return the page as HTML. With `every`, for a page that is served, its script asks for new
-        data every so many seconds; None for a file.
+        """Return the page as HTML. With `every`, for a page that is served, its script polls for
+        new data every so many seconds; None for a file.
         """
         # the page is one file: style, script and data are written into it
         script = "\n".join(gate.read_text(HERE / name, gate.MIB) for name in SCRIPTS)

@@ -197,7 +197,7 @@ class WatchedRun:
         again = f", {plural(starts, 'start')}" if starts > 1 else ""
         if last["ended"] is not None:
             return last["ended"] + again
-        # a killed run writes no end, so files alone cannot tell which
+        # a killed run writes no end, so files alone cannot show which
         return f"in progress, or killed; last update at {self._heard()} (UTC){again}"
 
     def _heard(self) -> str:

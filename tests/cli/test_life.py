@@ -355,12 +355,18 @@ def test_a_full_disk_is_said_to_be_full(tmp_path, monkeypatch, before):
     monkeypatch.setattr(
         writer.shutil, "disk_usage", lambda path: usage._replace(free=0 if before is None else 9e9)
     )
-    with pytest.raises(OSError, match="No space left on device"), writer.said_why(tmp_path):
+    with (
+        pytest.raises(OSError, match="No space left on device"),
+        writer.explain_write_errors(tmp_path),
+    ):
         torchs(before)
 
 
 def test_what_is_not_for_want_of_room_stays_what_it_is(tmp_path):
-    with pytest.raises(RuntimeError, match="inline_container"), writer.said_why(tmp_path):
+    with (
+        pytest.raises(RuntimeError, match="inline_container"),
+        writer.explain_write_errors(tmp_path),
+    ):
         torchs(None)
 
 
@@ -375,13 +381,13 @@ def test_an_error_that_was_only_being_handled_is_no_cause(tmp_path):
     """But a disk error is; and a folder that is gone is not full."""
     missing = FileNotFoundError(2, "No such file or directory", "/x")
     gone = tmp_path / "gone"
-    with pytest.raises(RuntimeError, match="a mistake of ours"), writer.said_why(gone):
+    with pytest.raises(RuntimeError, match="a mistake of ours"), writer.explain_write_errors(gone):
         chained(None, missing)
-    with pytest.raises(OSError, match="quota"), writer.said_why(gone):
+    with pytest.raises(OSError, match="quota"), writer.explain_write_errors(gone):
         chained(None, OSError(122, "Disk quota exceeded"))
-    with pytest.raises(PermissionError, match="/y"), writer.said_why(gone):
+    with pytest.raises(PermissionError, match="/y"), writer.explain_write_errors(gone):
         chained(PermissionError(13, "Permission denied", "/y"), missing)
-    with pytest.raises(RuntimeError, match="a mistake"), writer.said_why(gone):
+    with pytest.raises(RuntimeError, match="a mistake"), writer.explain_write_errors(gone):
         chained(ValueError("x"), missing)
 
 

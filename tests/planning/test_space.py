@@ -92,7 +92,7 @@ def test_what_is_pinned_is_so_and_nothing_else_changes():
         (Pins(sequence_parallel=True), "sequence_parallel"),
     ):
         pinned = set(replace(space, pins=pins).choices())
-        wanted = {c for c in every if getattr(c, name) == pins.said[name]}
+        wanted = {c for c in every if getattr(c, name) == pins.specified[name]}
         assert pinned == wanted and pinned
     # where there is nothing to shard over, every stage of ZeRO is the same
     third = set(replace(space, pins=Pins(zero=3)).choices())

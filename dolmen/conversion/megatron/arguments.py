@@ -6,13 +6,13 @@ It is interpreted as the code that saved it would, whose defaults and names have
     apply_layernorm_1p            later layernorm_zero_centered_gamma: weights are stored less 1
     num_query_groups              counts only with group_query_attention
     bias_gelu_fusion              decides which GELU: fused is the tanh form
-    rotary_base                   the older classes rotate by 10000 whatever it says
+    rotary_base                   the older classes rotate by 10000 whatever its value
     padded_vocab_size, vocab_size rows with padding; the true number of tokens is nowhere reliable
 
 Latent attention (DeepSeek's) as Megatron-Core's options say it (MultiLatentAttention):
 
     scale of the scores    t(mscale_all_dim)^2 / sqrt(size of a query head)
-                           before about core 0.13: t(mscale)^2, whatever rope_type says
+                           before about core 0.13: t(mscale)^2, whatever rope_type is
     cos and sin            times t(mscale) / t(mscale_all_dim), under rope_type yarn
     t(m)                   0.1 m ln(rotary_scaling_factor) + 1, or 1 up to a factor of 1
     the first context      original_max_position_embeddings; before about core 0.13

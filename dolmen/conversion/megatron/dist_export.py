@@ -1,4 +1,4 @@
-"""Writes a model as a torch_dist checkpoint of Megatron (dist.py says what that is), one tensor in
+"""Writes a model as a torch_dist checkpoint of Megatron (described in dist.py), one tensor in
 memory at a time. A chunk is a layer of a tensor, whole: any number of ranks reads parts of it. A
 file has the chunks of one layer, so that several threads can write.
 """

@@ -6,7 +6,7 @@ source.py reads them.
 
 The files of a stage are open at once: a tensor is read, cut, and its pieces appended to them.
 Stages are written in parallel. Layers are divided evenly over stages, as Megatron does
-unless it is told otherwise.
+unless an option changes that.
 """
 
 import argparse

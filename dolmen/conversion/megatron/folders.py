@@ -47,7 +47,7 @@ def newest(folder: Path) -> Path:
 
 def names(iteration: int | None) -> tuple[str, str]:
     """Return (folder name of a checkpoint, content of the tracker). Without updates it is
-    "release", as Megatron reads no tracker that says 0.
+    "release", as Megatron reads no tracker of iteration 0.
     """
     if not iteration:
         return RELEASE, RELEASE

@@ -87,7 +87,7 @@ ONLY: dict[str, tuple] = {
 }
 
 
-# What the classes from before Megatron-Core do not look at, whatever it says.
+# What the classes from before Megatron-Core do not look at, whatever its value.
 OF_CORE = frozenset(
     (
         "rotary_base",

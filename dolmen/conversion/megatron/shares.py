@@ -1,7 +1,7 @@
 """The part of a tensor that each tensor-parallel rank of Megatron holds.
 
 Experts of one rank as GroupedMLP of Megatron-Core keeps them: all in two tensors, whose numbers
-lie as its products want them, whatever their shapes say.
+lie as its products need them, whatever their shapes suggest.
 
     mlp.experts.weight1   [hidden, experts x 2 width]   of each expert [hidden, gate and up]
     mlp.experts.weight2   [experts x width, hidden]     of each expert [width, hidden]

@@ -480,7 +480,7 @@ class Megatron(Joined):
 def open_megatron(folder: Path, model: Model | None = None, rows: int | None = None) -> Megatron:
     """Open the checkpoint in the folder of an iteration. The model is `model`, else the config.json
     next to it, else what its `args` say, with a vocabulary of `rows` tokens or of the tokenizer
-    next to it. Raises ValueError where nothing says the vocabulary, and as `read_checkpoint`.
+    next to it. Raises ValueError where no file states the vocabulary, and as `read_checkpoint`.
     """
     return source_of(read_checkpoint(folder), model, rows)
 

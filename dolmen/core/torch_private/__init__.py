@@ -7,7 +7,7 @@ release may change: a file for each part of torch, so that nobody imports more t
     dispatch.py     tensors without values, and seeing every operator
     strings.py      names known as text only: it imports nothing
 
-Nobody else in the house says such a name (tests/test_house.py), and of each a test says what we
+No other package uses such a name (tests/test_house.py), and for each a test states what we
 take it for (tests/core/test_torch_private.py): a release without it, or where it means something
 else, fails there, by its name. The releases that a docstring names are those that were tried.
 """

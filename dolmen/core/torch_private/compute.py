@@ -117,13 +117,13 @@ def is_profiling() -> bool:
 
 def has_fast_bfloat16() -> bool:
     """Return True if this CPU has instructions that multiply bfloat16 (AVX512-BF16 or AMX):
-    `torch.cpu` tells nobody but the compiler. 2.11 to 2.13.
+    `torch.cpu` reports it to the compiler only. 2.11 to 2.13.
     """
     return torch.cpu._is_avx512_bf16_supported() or has_amx()
 
 
 def has_amx() -> bool:
-    """Return True if this CPU has AMX, whose products are of tiles: `torch.cpu` tells nobody but
+    """Return True if this CPU has AMX, whose products are of tiles: `torch.cpu` reports it only to
     the compiler. 2.11 to 2.13.
     """
     return torch.cpu._is_amx_tile_supported()

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Fake = FakeTensorMode
 """Within, operators give tensors that have shapes and storages, and no memory. The public
-`torch.device("meta")` has another device, and asks for it nowhere. 2.11 to 2.13."""
+`torch.device("meta")` has another device, and reads it nowhere. 2.11 to 2.13."""
 
 Dispatch = TorchDispatchMode
-"""Is told every operator below autograd, in `__torch_dispatch__`. 2.11 to 2.13."""
+"""Called for every operator below autograd, in `__torch_dispatch__`. 2.11 to 2.13."""
 
 Arriving = AsyncCollectiveTensor
 """Stands for the result of a functional collective until it is used: a wrapper, whose storage is

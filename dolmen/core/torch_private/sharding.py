@@ -25,9 +25,9 @@ too, from arithmetic alone. 2.11 to 2.13."""
 
 
 ReduceScatter = _fsdp_api.ReduceScatter
-"""Interface that FSDP calls to reduce gradients where it is told to (`set_custom_reduce_scatter`,
-public; its class is not): `allocate(size, dtype, device)`, and a call with tensors of output and
-input, group and operation. 2.13; tried in no other.
+"""Interface that FSDP calls to reduce gradients where it is configured to
+(`set_custom_reduce_scatter`, public; its class is not): `allocate(size, dtype, device)`, and a call
+with tensors of output and input, group and operation. 2.13; tried in no other.
 """
 
 
@@ -60,12 +60,12 @@ def gather_plain(record: Record, sum_gradient: Callable[[Tensor], Tensor] | None
     """Let FSDP gather a parameter, which tp has split as a DTensor, as a plain tensor, and take a
     plain gradient for it, to which `sum_gradient` (if any) is applied before it is reduced. Call
     before the first forward. No-op for a parameter that is not on tp. 2.11 to 2.13: what is
-    gathered becomes a DTensor where `is_dtensor` says so, and in 2.13 where there is a spec.
+    gathered becomes a DTensor where `is_dtensor` is set, and in 2.13 where there is a spec.
     """
     if not record.is_dtensor:
         return
     record.is_dtensor = False
-    # 2.11 has no such field, and asks the flag alone
+    # 2.11 has no such field, and reads the flag alone
     record._unsharded_dtensor_spec = None  # pyright: ignore[reportAttributeAccessIssue]
     if sum_gradient is not None:
         # called by position
@@ -135,7 +135,7 @@ def gather_as(
 
     The extension is public: two methods of the shard, which FSDP looks for; documented for a class
     of tensors, and here set on this one tensor, so that parameters at rest are as all others.
-    Private is that FSDP is told of them, and the list of what it gathers into. 2.11 to 2.13.
+    Private is that FSDP registers them, and the list of what it gathers into. 2.11 to 2.13.
     """
     shard = local_tensor(record.sharded_param)
     shapes: list[torch.Size] = []

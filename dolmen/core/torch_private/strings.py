@@ -4,7 +4,7 @@ Imports nothing, so that help and the launcher do without torch.
 
 LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 """A variable of the environment: gloo connects two ranks when they first talk. Read as each group
-is made, and torch has no other way to ask for it. 2.11 to 2.13."""
+is made, and torch has no other way to request it. 2.11 to 2.13."""
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """A variable: where a worker leaves why it failed (`worker_error`). 2.11 to 2.13."""
@@ -39,10 +39,10 @@ does are there. 2.11 to 2.13.
 """
 
 REDISTRIBUTE = "torch.distributed.tensor._redistribute"
-"""The logger that DTensor tells of gathers which it makes one after another. 2.13."""
+"""The logger to which DTensor reports gathers which it makes one after another. 2.13."""
 
 DYNAMO = "torch._dynamo.convert_frame"
-"""The logger that torch.compile tells of its limits on programs. 2.11 to 2.13."""
+"""The logger to which torch.compile reports its limits on programs. 2.11 to 2.13."""
 
 GAVE_UP = "torch._dynamo hit config"
 """How that begins, followed by limit, number, function, reason as arguments. 2.11 to 2.13."""

@@ -115,7 +115,7 @@ class BlockSpec:
     mixer: Mixer
     mlp: MLPSpec | MoESpec
     norm: NormSpec
-    """Spec of each norm; the arrangement says where they are."""
+    """Spec of each norm; the arrangement defines where they are."""
     arrangement: Arrangement = SequentialResidual()
 
     def params(self, stream: ResidualStream) -> ParamSpecs:

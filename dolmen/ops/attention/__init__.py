@@ -10,8 +10,8 @@
     dropout.py    attention with dropout, the same for all backends
     reference.py  the definition, in float64
 
-Which backend computes is chosen where a model is built (ops/kernels.py), and no tensor is asked for
-its device.
+Which backend computes is chosen where a model is built (ops/kernels.py), and no tensor is queried
+for its device.
 """
 
 from dolmen.ops.attention import blockwise, flash

@@ -277,8 +277,8 @@ def _window_pieces(
 
 class Cudnn:
     """The backend of cuDNN's attention on Hopper and Blackwell: as this module, but whole sequences
-    and chunks without documents or a window are computed by cuDNN's operators (operators.py says
-    which calls fit).
+    and chunks without documents or a window are computed by cuDNN's operators (operators.py
+    explains which calls fit).
     """
 
     @staticmethod

@@ -14,7 +14,7 @@ cuDNN's operators take whole tensors without a window, causal only where there a
 as keys, and heads of up to 128. Where a `Call` admits them and fits, they compute it: forward and
 backward of 32 heads and 4,096 tokens in bf16 take 1.07 ms on an H200, where FlashAttention-2 takes
 1.91. Both keep the same log_sum, so that either's backward may follow the other's forward: where
-deterministic algorithms are asked for, backward is FlashAttention-2's, as cuDNN's adds up in any
+deterministic algorithms are enabled, backward is FlashAttention-2's, as cuDNN's adds up in any
 order.
 """
 

@@ -9,7 +9,7 @@ An attention sink is a learned logit per head that joins the sum of exponentials
     log_sum' = log(exp(log_sum) + exp(sink))       out' = out exp(log_sum - log_sum')
     dsink    = - sum over queries of exp(sink - log_sum') delta,   delta = sum of g out', per query
 
-Sinks are applied after attention without a sink, so no kernel knows of them. And out' and log_sum'
+Sinks are applied after attention without a sink, so no kernel handles them. And out' and log_sum'
 are those of attention to one more key, whose value is 0: given them, everything that backward
 computes (blocks.py) is right as it stands.
 """

@@ -180,7 +180,7 @@ def document_ends(
     start.
     """
     ends = torch.full_like(starts, starts.shape[1])
-    # a document's last token knows its end; a minimum from the right spreads it
+    # a document's last token determines its end; a minimum from the right spreads it
     ends[:, :-1] = torch.where(starts[:, 1:] > starts[:, :-1], starts[:, 1:], ends[:, :-1])
     return ends.flip(1).cummin(1).values.flip(1)
 
@@ -250,7 +250,7 @@ class Attend(NamedTuple):
     """Dropout of this microbatch's probabilities, or None."""
     mask: Literal["causal", "prefix"] = "causal"
     """prefix (1910.10683, section 3.2): the tokens of a document's prefix are seen by all of the
-    document's. causal: none has one here, whatever a microbatch says.
+    document's. causal: none has one here, whatever a microbatch has.
     """
     sinks: Tensor | None = None
     """[heads of these queries]: attention sink logits (score_bias.py), or None."""

@@ -9,7 +9,7 @@ has that of each; one as long as there are stages has the time of each stage by 
 first to the last. Without `input` and `weight` a backward is only done whole, and without
 `backward` only in parts.
 
-A partial schedule says for each stage and kind of action how many microbatches are done, and when
+A partial schedule has for each stage and kind of action how many microbatches are done, and when
 each ended. Both searches (greedy.py, exact.py) build schedules action by action from it.
 
 Microbatches are alike, so some shortest schedule does them in order at every stage, in each kind:

@@ -1,4 +1,4 @@
-"""Sessions: the requests in progress, as the thread of the event loop knows them.
+"""Sessions: the requests in progress, as the thread of the event loop sees them.
 
     Sessions.admit      takes a request, or refuses it (429): the number of completions is bounded
     Session.submit      submits its prompts to the engine's loop

@@ -54,7 +54,7 @@ def batch_over_epoch(run: RunConfig, loader: Loader) -> str | None:
     """Return a warning where one batch reads all training data more than once, or None."""
     batch = run.train.global_batch_size
     passes = min(loader.mixture.epochs(batch).values())
-    if run.objective.uses_rollouts or passes <= 1:  # prompts may be asked again
+    if run.objective.uses_rollouts or passes <= 1:  # prompts may be sampled again
         return None
     # sequences of an epoch of the source that lasts longest
     most = int(batch / passes)
