@@ -6,6 +6,7 @@ import dolmen
 model = dolmen.load("path/to/model")                     # a transformers directory or hub id
 print(model.generate("Once upon a time"))
 dolmen.train("pretrain", init="path/to/model", data={"path": "book.txt"}, out="runs/book")
+dolmen.worker("pretrain", init="path/to/model", ...)     # the same in one process of torchrun's
 dolmen.export("runs/book", to="book/")
 assert dolmen.verify("book/").ok                         # ours beside transformers
 print(dolmen.diff("book/", a={"layout": {"tp": 2}}))      # and where they part, if they do
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dolmen.api import (
+        Failed,
         convert,
         diff,
         dryrun,
@@ -40,10 +42,12 @@ if TYPE_CHECKING:
         train,
         train_vocabulary,
         verify,
+        worker,
     )
 
 __version__ = "0.1.0"
 __all__ = [
+    "Failed",
     "__version__",
     "convert",
     "diff",
@@ -66,6 +70,7 @@ __all__ = [
     "train",
     "train_vocabulary",
     "verify",
+    "worker",
 ]
 
 

@@ -2,7 +2,7 @@
 and messages; and `parallelize`, `step`, `save` and `restore` of modules, which have no command.
 
     models.py       a model in this process: load, generate
-    runs.py         train, show, plan, dryrun
+    runs.py         train, worker, show, plan, dryrun
     conversions.py  export, convert, tokenize, vocabularies
     evaluations.py  evaluate, verify, diff
     modules.py      parallelize, step, save, restore
@@ -20,4 +20,5 @@ from dolmen.api.conversions import (
 from dolmen.api.evaluations import diff, evaluate, evaluate_tasks, verify
 from dolmen.api.models import Model, generate, load
 from dolmen.api.modules import parallelize, restore, save, step
-from dolmen.api.runs import RunFolder, dryrun, plan, plan_inference, show, train
+from dolmen.api.runs import RunFolder, dryrun, plan, plan_inference, show, train, worker
+from dolmen.core.messages import Failed

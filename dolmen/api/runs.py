@@ -1,5 +1,5 @@
-"""Training a run, the page of several runs, and predictions of a run: `train`, `show`, `dryrun`,
-`plan`, `plan_inference`.
+"""Training a run, in processes of its own or in one of an engine's, the page of several runs, and
+predictions of a run: `train`, `worker`, `show`, `dryrun`, `plan`, `plan_inference`.
 """
 
 import math
@@ -9,9 +9,13 @@ from os import PathLike
 from pathlib import Path, PosixPath
 from typing import Any
 
+import torch.distributed as dist
+
 from dolmen.api.options import build_config, rewrite_options, value_errors
+from dolmen.core.environment import Launch
 from dolmen.core.filesystem import expand
-from dolmen.core.messages import BadInput, brief
+from dolmen.core.messages import BadInput, Failed, brief
+from dolmen.launch import process
 from dolmen.planning import dryrun as dry
 from dolmen.planning import inference as serving_plan
 from dolmen.planning import report, search
@@ -20,9 +24,10 @@ from dolmen.planning.dry_report import DryRunReport as Dry
 from dolmen.planning.plan import Plan
 from dolmen.planning.question import Question
 from dolmen.recipes.overrides import build_request, load_run_to_inspect, load_run_to_plan, plain
-from dolmen.training import worker
+from dolmen.training import worker as processes
 from dolmen.training.config import RunConfig
-from dolmen.training.metrics import read_metrics
+from dolmen.training.metrics import MetricsCallback, read_metrics
+from dolmen.training.run import Outcome
 from dolmen.watching import page
 from dolmen.watching.config import ShowConfig
 
@@ -63,7 +68,7 @@ def train(recipe: str | PathLike | RunConfig, **changes: Any) -> RunFolder:
         # checks all options, so errors name the keyword
         request = build_request(recipe, changes)
     try:
-        code = worker.run(request)
+        code = processes.run(request)
     except BadInput as error:
         raise ValueError(rewrite_options(str(error), {})) from None
     # 128 + SIGINT
@@ -75,6 +80,61 @@ def train(recipe: str | PathLike | RunConfig, **changes: Any) -> RunFolder:
     if code:
         raise RuntimeError(f"the run ended with exit code {code}")
     return RunFolder(request.out)
+
+
+def worker(
+    run: str | PathLike | RunConfig,
+    *,
+    on_metrics: MetricsCallback | None = None,
+    handle_signals: bool = False,
+    **changes: Any,
+) -> Outcome:
+    """Train in this process, one of several that torchrun, SLURM, Ray or another engine has
+    started: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set (SLURM's own variables do too),
+    or a process group is initialised. Every process calls it with the same `run` and `changes`, as
+    in `train`. It starts no process and prints on rank 0.
+
+        outcome = dolmen.worker("pretrain", init="model/", data={"path": "text/"}, out="runs/a",
+                                resume=True, on_metrics=lambda row: print(row["step"], row))
+        print(outcome.steps, outcome.val_loss)
+
+    on_metrics:     called on every rank with each row of metrics.jsonl, a mapping
+    handle_signals: on SIGINT and SIGTERM save after the step and return; else handlers stay as they
+                    are
+
+    Returns the content of summary.json, with `signal` 0 unless a signal ended the run. Raises
+    ValueError on bad input, the same on every rank; Failed, a RuntimeError, for what ends a run
+    without being a bug (a full disk, a loss that is not finite), whose `final` is true where a
+    restart would fail again; and what is raised in this process. With train.hang_seconds a process
+    that hangs is ended, as it can raise nothing.
+    """
+    with value_errors():
+        request = build_request(run, changes)
+        if request.handling.nproc is not None or request.handling.max_restarts:
+            raise BadInput("--nproc and --max-restarts are for `train`, which starts processes")
+        started = read_process()
+    try:
+        outcome = processes.join(request, started, on_metrics, handle_signals)
+        if not outcome.signal and processes.finish_run(request, started, outcome):
+            raise Failed("the exported model differs from that in transformers", final=True)
+    except BadInput as error:
+        raise ValueError(rewrite_options(str(error), {})) from None
+    return outcome
+
+
+def read_process() -> Launch:
+    """Return the rank and world of this process, from the variables of its launcher, else from the
+    process group. Raises BadInput without either.
+    """
+    started = process.read_launch()
+    if started is not None:
+        return started
+    if not dist.is_initialized():
+        raise BadInput(
+            "neither RANK and WORLD_SIZE are set nor is a process group initialised: start this "
+            "program with torchrun or srun, or use dolmen.train, which starts processes"
+        )
+    return Launch(dist.get_rank(), dist.get_world_size(), local_rank=0, local_world_size=1)
 
 
 def show(*runs: str | PathLike, out: str | PathLike = "show.html") -> Path:

@@ -238,9 +238,15 @@ def _prepare(device: torch.device) -> None:
 def process_group_context(
     launch: Launch | None, device: torch.device, timeout: timedelta | None = None
 ) -> Iterator[None]:
-    """Join the default group, and leave it at the end. After an exception a rank of several does
-    not leave: destroying a group in which another rank waits can block.
+    """Join the default group, and leave it at the end; a group that this process is in already is
+    used, and stays. After an exception a rank of several does not leave: destroying a group in
+    which another rank waits can block. Raises ValueError for a group without gloo, or on GPUs
+    without NCCL.
     """
+    if dist.is_initialized():
+        _require_backends(device)
+        yield
+        return
     hook = sys.excepthook
     join_world(launch, device, timeout)
     # nobody can wait for a lone process
@@ -252,6 +258,21 @@ def process_group_context(
             leave_world(hook)
         raise
     leave_world(hook)
+
+
+def _require_backends(device: torch.device) -> None:
+    """Raise ValueError unless the default group has gloo for CPU tensors, and NCCL for those of
+    `device` if it is a GPU, which is made the current one.
+    """
+    backends = _backends(dist.group.WORLD)
+    if "gloo" not in backends or device.type == "cuda" and "nccl" not in backends:
+        needed = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        raise ValueError(
+            f"the process group has the backends {backends}, but {needed} is needed: initialise it "
+            f'with init_process_group("{needed}"), or leave that to dolmen'
+        )
+    if device.type == "cuda":
+        _prepare(device)
 
 
 def leave_world(hook: Callable[..., object]) -> None:

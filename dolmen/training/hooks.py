@@ -25,7 +25,13 @@ from dolmen.training.checks import warn
 from dolmen.training.config import RunConfig
 from dolmen.training.evaluate import RunEvaluator, Validator
 from dolmen.training.loop import Hook, Stop
-from dolmen.training.metrics import HistoryFile, TrackedRun, TrackerThread
+from dolmen.training.metrics import (
+    CallbackWriter,
+    HistoryFile,
+    MetricsCallback,
+    TrackedRun,
+    TrackerThread,
+)
 from dolmen.training.mfu import Peak
 from dolmen.training.profile import Profile
 from dolmen.training.state import TrainState
@@ -55,6 +61,7 @@ class TrainingHooks:
         stop: Stop,
         watch: Watch,
         started_at: float,
+        on_metrics: MetricsCallback | None,
     ):
         self.stop = stop
         # a dynamic loss scale starts at 2^16 and is halved at each overflow: 16 skipped steps in a
@@ -90,6 +97,8 @@ class TrainingHooks:
         self.run_id = metrics.run_id(out / metrics.HISTORY, state.step) if mesh.first else ""
         self.trackers = [] if self.record is None else self._start_trackers(state.step)
         self.writers = [] if self.record is None else [self.record, *self.trackers]
+        if on_metrics is not None:
+            self.writers.append(CallbackWriter(on_metrics))
         self.since, self.tokens_since = time.monotonic(), 0
 
     def _start_trackers(self, step: int) -> list[TrackerThread]:

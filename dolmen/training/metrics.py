@@ -94,6 +94,20 @@ class MetricsFile:
         self.handle.close()
 
 
+MetricsCallback = Callable[[Mapping[str, float]], None]
+"""Called with each row of metrics.jsonl as it is written: `step`, and metrics by name."""
+
+
+class CallbackWriter:
+    """Passes rows of metrics to a function."""
+
+    def __init__(self, function: MetricsCallback):
+        self.write = function
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to close."""
+
+
 Completions = Sequence[Mapping[str, Any]]
 """Rows of rollouts/completions.jsonl. Their `step` is that at which their iteration begins: the
 first update that reads them is the next one.

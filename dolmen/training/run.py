@@ -35,6 +35,7 @@ from dolmen.training.config import RunConfig
 from dolmen.training.hooks import TrainingHooks
 from dolmen.training.initialize import make_critic, make_pretraining, make_state
 from dolmen.training.loop import Stop, report_recompile_limit, train_steps
+from dolmen.training.metrics import MetricsCallback
 from dolmen.training.request import write_config
 from dolmen.training.resolve import (
     ResolvedRun,
@@ -96,6 +97,7 @@ class _Job:
     watch: Watch
     checkpoints: Checkpoints
     began: float
+    on_metrics: MetricsCallback | None
 
     @property
     def config(self) -> RunConfig:
@@ -115,13 +117,15 @@ def run_training(
     stop: Stop | None = None,
     watch: Watch | None = None,
     prepared: Prepared | None = None,
+    on_metrics: MetricsCallback | None = None,
 ) -> Outcome:
     """Train as `config` specifies, in the folder `out`; return the outcome. Every process of the
     mesh calls it; `console` prints on one of them only.
 
-    start:    the agreed way to start; else made from `resumed` and `overwrite`
-    stop:     set by a signal handler, to end early with a checkpoint
-    prepared: `config` as this process has already resolved it, with its data
+    start:      the agreed way to start; else made from `resumed` and `overwrite`
+    stop:       set by a signal handler, to end early with a checkpoint
+    prepared:   `config` as this process has already resolved it, with its data
+    on_metrics: called with each row of metrics, on every rank; memory and times are this rank's
     """
     started_at, start = time.monotonic(), start or StartMode(resumed, overwrite)
     # around everything: weights are sampled within too
@@ -138,6 +142,7 @@ def run_training(
             watch or Watch(out / "hang", mesh.rank, mesh.size, None, print),
             Checkpoints(out / "checkpoints", mesh, resolved.config.checkpoint.keep),
             started_at,
+            on_metrics,
         )
         # before the first collective that depends on the data
         require_same_data(loader, mesh)
@@ -304,6 +309,7 @@ def _open_hooks(job: _Job, state: TrainState, saved: Saved | None) -> TrainingHo
         job.stop,
         job.watch,
         job.began,
+        job.on_metrics,
     )
     hooks.validator.begin(None if saved is None else saved.validation)
     changed = changes_since(saved, config, loader) if saved is not None else []

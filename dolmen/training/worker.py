@@ -4,7 +4,8 @@
                            trains it, or starts workers (launch/launcher.py) that get the resolved
                            options as a file
     started by us          resolves the options of that file, which were checked, and trains
-    by torchrun or srun    resolves and checks for itself, and brings its refusal to the others
+    by torchrun, srun or   resolves and checks for itself, and brings its refusal to the others
+    another engine         (`join`; from Python `dolmen.worker`)
 
 Each worker joins the others, agrees with them on what to do, trains, and says in a line how that
 ended.
@@ -12,7 +13,7 @@ ended.
 
 import errno
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,9 +40,10 @@ from dolmen.training.config import RunConfig
 from dolmen.training.finish import finish
 from dolmen.training.folder import Unusable, check_folder
 from dolmen.training.loop import Stop
+from dolmen.training.metrics import MetricsCallback
 from dolmen.training.request import TrainRequest
 from dolmen.training.resolve import checkpoint_to_resume, load_data, open_data, resolve
-from dolmen.training.run import Prepared, run_training, summary
+from dolmen.training.run import Outcome, Prepared, run_training, summary
 from dolmen.training.start import StartMode, agree_on_start
 
 Guard = Callable[[Callable[[], int]], int]
@@ -56,10 +58,46 @@ def run(request: TrainRequest, guarded: Guard = lambda work: work()) -> int:
     # no launcher: this process is the run, or starts it
     if started is None:
         return _start_processes(request, guarded)
-    if process.one_store():
+    return guarded(lambda: finish_run(request, started, join(request, started)))
+
+
+def join(
+    request: TrainRequest,
+    started: Launch,
+    on_metrics: MetricsCallback | None = None,
+    handles_signals: bool = True,
+) -> Outcome:
+    """Train in one process of several that a launcher or an engine has started, and return the
+    run's outcome; `on_metrics` and `handles_signals` as in `worker`. An error in this process's
+    options is raised when all have joined, on all of them: the others wait for this one.
+
+    Raises BadInput for what is to be mended by the user, Failed for what ends a run without being a
+    bug, and any other exception as it occurs.
+    """
+    if process.one_store() and not dist.is_initialized():
         # torchrun keeps its store over restarts: keys of the attempt before would be read again
         started = replace(started, rendezvous=rendezvous.register())
-    return _join(request, started, guarded)
+    device, refusal, prepared = devices.CPU, None, None
+    try:
+        device = devices.choose_device(request.config.train.device, started, DEVICE)
+        if not process.launched_here():
+            # the folder is looked at when all have joined, by one
+            verify = started.local_rank == 0
+            prepared = prepare(request, started.world_size, starts=False, verify=verify)
+    except (BadInput, ValueError) as error:
+        refusal = str(error)
+    return worker(request, started, device, prepared, refusal, on_metrics, handles_signals)
+
+
+def finish_run(request: TrainRequest, started: Launch | None, outcome: Outcome) -> int:
+    """Finish the run that has ended with `outcome` (export, verification), on the first rank,
+    unless our launcher does. Return the exit code of this process: 128 + signal after a signal.
+    """
+    if outcome.signal:
+        return 128 + outcome.signal
+    first = started is None or started.rank == 0
+    # workers of our launcher leave it to the process that waits for them
+    return finish(request.config, request.out) if first and not process.launched_here() else 0
 
 
 def _start_processes(request: TrainRequest, guarded: Guard) -> int:
@@ -73,25 +111,9 @@ def _start_processes(request: TrainRequest, guarded: Guard) -> int:
     resolved = prepared.resolved.config
     world, restarts = resolved.layout.world, request.handling.max_restarts
     if world == 1 and not restarts:
-        return guarded(lambda: worker(request, None, device, prepared))
+        return guarded(lambda: finish_run(request, None, worker(request, None, device, prepared)))
     code = launcher.launch(world, ["train"], restarts, to_dict(request))
     return code or finish(resolved, request.out)
-
-
-def _join(request: TrainRequest, started: Launch, guarded: Guard) -> int:
-    """Train in a process that a launcher started; return the exit code. An error in its options is
-    not raised here but passed on, as the other ranks wait for this one and must fail too.
-    """
-    device, refusal, prepared = devices.CPU, None, None
-    try:
-        device = devices.choose_device(request.config.train.device, started, DEVICE)
-        if not process.launched_here():
-            # the folder is looked at when all have joined, by one
-            verify = started.local_rank == 0
-            prepared = prepare(request, started.world_size, starts=False, verify=verify)
-    except (BadInput, ValueError) as error:
-        refusal = str(error)
-    return guarded(lambda: worker(request, started, device, prepared, refusal))
 
 
 def count_processes(config: RunConfig, nproc: int | None) -> int | None:
@@ -169,13 +191,16 @@ def worker(
     device: torch.device,
     prepared: Prepared | None = None,
     refusal: str | None = None,
-) -> int:
-    """Join the process group, train on `device`, and write summary.json (first rank). Return the
-    exit code: 128 + signal after a signal.
+    on_metrics: MetricsCallback | None = None,
+    handles_signals: bool = True,
+) -> Outcome:
+    """Join the process group, unless this process is in one, train on `device`, and write
+    summary.json (first rank). Return the outcome.
 
     `prepared` is the run, if this process has resolved it. `refusal` is the error of this rank,
-    which all ranks then raise as BadInput, as they do for what only all together can see. Raises
-    Failed for what ends a run without being a bug.
+    which all ranks then raise as BadInput, as they do for what only all together can see.
+    `on_metrics` is called with each row of metrics, on every rank. `handles_signals`: SIGINT and
+    SIGTERM make the run save and end. Raises Failed for what ends a run without being a bug.
     """
     config, out = request.config, request.out
     if device.type == "cpu":
@@ -185,7 +210,9 @@ def worker(
     with (
         process.environment(determinism.ENVIRONMENT if same else {}),
         determinism.deterministic_mode(same),  # NCCL reads it when its groups are made
-        process.stop_handler(lambda got: setattr(stop, "signal", max(stop.signal, got))),
+        process.stop_handler(lambda got: setattr(stop, "signal", max(stop.signal, got)))
+        if handles_signals
+        else nullcontext(),
         meshes.process_group_context(started, device, limit),
         explain_errors(out),
     ):
@@ -210,6 +237,7 @@ def worker(
                 stop=stop,
                 watch=watch,
                 prepared=prepared,
+                on_metrics=on_metrics,
             )
         if mesh.first:
             summary(outcome, out)
@@ -221,10 +249,7 @@ def worker(
             )
         # no rank leaves before the first has written the summary
         dist.barrier()
-    if outcome.signal:
-        return 128 + outcome.signal
-    # workers of our launcher leave it to the process that waits for them
-    return finish(config, out) if mesh.first and not process.launched_here() else 0
+    return outcome
 
 
 def _start(

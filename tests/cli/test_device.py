@@ -54,7 +54,7 @@ class Reached(Exception):
 def began(monkeypatch, material, tmp_path):
     """What a worker of `dolmen train ... *words` begins with: (device, its refusal)."""
 
-    def worker(request, started, device, prepared=None, refusal=None):
+    def worker(request, started, device, prepared=None, refusal=None, *more):
         raise Reached(device, refusal)
 
     def train(*words: object) -> tuple[torch.device, str | None]:

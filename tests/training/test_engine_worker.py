@@ -1,0 +1,104 @@
+"""`dolmen.worker`: the function that one process of any engine calls, in a process group that is
+there, or by the variables of a launcher.
+"""
+
+import json
+import signal
+from dataclasses import asdict
+
+import pytest
+import tinyrun
+import torch.distributed as dist
+from spawning import run_spawned
+from tinyrun import rows
+
+import dolmen
+
+material = tinyrun.material
+QUIET = {"log.validate_every": 0, "optimizer.schedule": "constant"}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The variables of a launcher that has started this one process."""
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+
+
+def _train(file: str, out: str, steps: int) -> tuple[list[float], int, int, list[str]]:
+    """Train on every rank of the group; losses that rank 1's callback got, the outcome's steps, the
+    size of the group after it, and every rank's error where the batch does not divide.
+    """
+    seen = []
+    options = {**QUIET, "out": out, "train.steps": steps, "resume": True}
+    outcome = dolmen.worker(file, on_metrics=lambda row: seen.append(row.get("loss")), **options)
+    assert outcome.signal == 0
+    errors: list = [None] * dist.get_world_size()
+    with pytest.raises(ValueError) as raised:
+        dolmen.worker(file, **options | {"train.global_batch_size": 3})
+    dist.all_gather_object(errors, str(raised.value))
+    losses: list = [None] * dist.get_world_size()
+    dist.all_gather_object(losses, seen)
+    return losses[1][:-1], outcome.steps, dist.get_world_size(), errors
+
+
+def test_a_process_group_is_used_and_stays(material, tmp_path, launched):
+    """Two ranks in a group that somebody made train as one process does, and go on with it."""
+    one = tmp_path / "one"
+    dolmen.worker(str(material.file), out=str(one), **QUIET, **{"train.steps": 4})
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            patch.delenv(name)
+        losses, steps, size, errors = run_spawned(
+            2, _train, str(material.file), str(tmp_path / "two"), 4
+        )
+    assert losses == pytest.approx([row["loss"] for row in rows(one)], abs=1e-5)
+    assert steps == 4 and size == 2
+    assert len({*errors}) == 1 and "set train.global_batch_size to 2 or 4" in errors[0]
+
+
+def test_the_outcome_is_summary_json_and_handlers_stay(material, tmp_path, launched):
+    out, seen, handlers = tmp_path / "run", [], set()
+
+    def on_metrics(row):
+        seen.append(dict(row))
+        handlers.add((signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)))
+
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    options = {"out": str(out), "train.steps": 3, "log.validate_every": 3}
+    outcome = dolmen.worker(str(material.file), on_metrics=on_metrics, **options)
+    assert json.loads(json.dumps(asdict(outcome))) == json.loads((out / "summary.json").read_text())
+    assert handlers == {before} and not dist.is_initialized()
+    written = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert seen == written and len(written) == 4 and "val_loss" in written[-1]
+
+
+def test_a_signal_is_handled_where_that_is_asked_for(material, tmp_path, launched):
+    def on_metrics(row):
+        if row["step"] == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    options = {**QUIET, "out": str(tmp_path / "run"), "train.steps": 9}
+    outcome = dolmen.worker(
+        str(material.file), on_metrics=on_metrics, handle_signals=True, **options
+    )
+    assert outcome.signal == signal.SIGTERM and 2 <= outcome.steps <= 3
+
+
+def test_errors_have_types(material, tmp_path, launched, monkeypatch):
+    """A run that diverges is no reason to restart; what a callback raises is raised."""
+    file, out = str(material.file), str(tmp_path / "run")
+    with pytest.raises(dolmen.Failed, match="were skipped") as raised:
+        lost = {"optimizer.lr": 1e38, "train.max_skipped_steps": 1, "train.steps": 9}
+        dolmen.worker(file, out=out, **QUIET | lost)
+    assert raised.value.final
+    with pytest.raises(ValueError, match=r"^nproc and max_restarts are for `train`"):
+        dolmen.worker(file, out=out, nproc=2)
+    with pytest.raises(ZeroDivisionError):
+        other = str(tmp_path / "other")
+        dolmen.worker(file, on_metrics=lambda row: 1 / 0, out=other, **QUIET)
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ValueError, match="start this program with torchrun or srun"):
+        dolmen.worker(file, out=out)
