@@ -13,10 +13,18 @@ from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import Simulation, make_schedule
 from dolmen.planning.blocks import block_rows, embedding_rows, head_rows, update_rows
 from dolmen.planning.capacity import layer_bytes
-from dolmen.planning.cost import CONTENTION, Machine, Overlap, Parts, action_seconds, row_seconds
+from dolmen.planning.cost import (
+    CONTENTION,
+    Machine,
+    Overlap,
+    Parts,
+    Placement,
+    action_seconds,
+    row_seconds,
+    send_seconds,
+)
 from dolmen.planning.ledger import LedgerRow
 from dolmen.planning.operations import Operations, Program, RankShare
-from dolmen.planning.placement import Placement, send_seconds
 from dolmen.planning.ranks import ParameterCount
 from dolmen.planning.step import ErrorSpread, Estimate, Stage, rows_seconds, step_time, together
 

@@ -13,8 +13,8 @@ from benchmarks.planning.models import experts_of, has_experts, load_of, tree_of
 from benchmarks.planning.programs import Ways, ways
 from benchmarks.planning.published import Published
 from dolmen.core.topology import Topology
+from dolmen.planning.cost import Placement
 from dolmen.planning.hardware import Cluster
-from dolmen.planning.placement import Placement
 
 MOST_JOBS = 48
 BATCHES = (1, 4, 16)

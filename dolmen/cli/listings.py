@@ -11,7 +11,7 @@ from dolmen.core.messages import BadInput, escape, message
 from dolmen.families import checked, families
 from dolmen.model import count
 from dolmen.recipes import RECIPES
-from dolmen.watching import server
+from dolmen.watching import page
 from dolmen.watching.config import ShowConfig
 from dolmen.watching.page import write_page
 
@@ -97,7 +97,7 @@ def run_show(options: ShowConfig) -> int:
     folders = [expand(name) for name in options.runs]
     try:
         if options.serve:
-            server.serve(folders, options)
+            page.serve(folders, options)
         else:
             print(f"wrote {escape(write_page(folders, Path(options.out)))}")
     except KeyboardInterrupt:  # the usual way to end a server, and intended

@@ -23,8 +23,7 @@ from dolmen.conversion.weights import WeightsAlone, assemble
 from dolmen.core.filesystem import expand, is_absent, is_url
 from dolmen.core.messages import plural
 from dolmen.families import Model, WeightMap, replace_fields, special_tokens, weight_map
-from dolmen.families.family import BARE
-from dolmen.families.known import text_config
+from dolmen.families.family import BARE, text_config
 from dolmen.families.rules import StoredTensor
 from dolmen.files import gate, kinds, safetensors, torch_files
 from dolmen.files.safetensors import Spec, Stored

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dolmen.files import gate
-from dolmen.files.limited import OVER_TIME, run_limited
+from dolmen.files.tokenizer_files import OVER_TIME, run_limited
 
 OTHER_BASES = ("pissa", "olora", "corda", "loftq")
 """Values of init_lora_weights that change the base weights, so that the adapter does not fit the

@@ -3,7 +3,6 @@ parameters. Imports no torch.
 
 A family
     family.py          what a family declares: fields, read, write, rules
-    known.py           registry: every `Family` that a module here defines
     model.py           `Model`: a config.json and the spec it parses to; edits, new models
     start.py           a run's model, and options applied to it
     unknown.py         fields of a config.json that its family does not know
@@ -26,8 +25,7 @@ One file per family or group of families
     starcoder2.py
 """
 
-from dolmen.families.family import Family, Field
-from dolmen.families.known import families, find_family
+from dolmen.families.family import Family, Field, families, find_family
 from dolmen.families.model import (
     Model,
     add_standard_fields,

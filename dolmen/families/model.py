@@ -18,7 +18,7 @@ from typing import Any
 
 from dolmen.core.config import CustomValue
 from dolmen.core.messages import brief
-from dolmen.families import common, known
+from dolmen.families import common
 from dolmen.families.differences import differences
 from dolmen.families.family import (
     ONLY,
@@ -26,7 +26,10 @@ from dolmen.families.family import (
     Family,
     canonical_names,
     check_one_spelling,
+    families,
+    family_of,
     fill_defaults,
+    find_family,
     flag,
     nest_own_fields,
     parse_numbers,
@@ -122,7 +125,7 @@ class Model(CustomValue):
     @property
     def family(self) -> Family:
         """Family that reads the config.json. Raises ValueError if there is none."""
-        return known.family_of(self.config)
+        return family_of(self.config)
 
     @property
     def dtype(self) -> str:
@@ -194,7 +197,7 @@ class Model(CustomValue):
         """
         if not isinstance(value, dict):
             raise ValueError(f"it must be a config.json, a mapping, not {brief(value)}")
-        return cls(parse_numbers(deepcopy(value), known.family_of(value).schema))
+        return cls(parse_numbers(deepcopy(value), family_of(value).schema))
 
 
 def check_matrix_count(spec: ModelSpec) -> ModelSpec:
@@ -232,7 +235,7 @@ def model_from_spec(
     Raises ValueError, naming what the family cannot express: the new config.json is parsed back and
     compared with `spec`.
     """
-    family = known.find_family(model_type)
+    family = find_family(model_type)
     try:
         # marker fields distinguish families that share a model_type
         own = {
@@ -253,7 +256,7 @@ def model_from_spec(
     except ValueError as error:
         raise ValueError(
             f"family {model_type} cannot express {error}: set {flag('model_type')} to one that "
-            f"can, of {', '.join(known.families())}"
+            f"can, of {', '.join(families())}"
         ) from None
     return model
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
 from dolmen.core.config import Words, from_words, is_optional, plain_type
-from dolmen.families.family import Family, Field
-from dolmen.families.known import find_family
+from dolmen.families.family import Family, Field, find_family
 from dolmen.families.model import (
     Model,
     convert_family,

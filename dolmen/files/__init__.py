@@ -10,9 +10,7 @@ Reading
     tokenizer_files.py      tokenizer files, checked before transformers reads them
     sentencepiece_model.py  tokenizer.model
     indexed.py              Megatron's .bin and .idx
-    rows.py                 files of rows that are read while they grow
     window.py               a part of a file, as a file
-    limited.py              Python in a process with limits of time and memory
 Object storage
     storage.py              local copies of files at URLs (s3://), and uploads
 Writing

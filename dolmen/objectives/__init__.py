@@ -9,7 +9,7 @@ Pure functions of log-probabilities, values or scores, for any loop
 Objectives: called with the last hidden vectors and the model's head, on the last stage
     objective.py    the interface, cross-entropy, masked LM
     pairs.py        completions packed in pairs
-    grpo.py, ppo.py policies and critics over layouts
+    on_policy.py    GRPO and PPO: policies and critics over layouts
     forward.py      forward passes without gradients: log-probabilities, values, scores
     config.py       options under `--objective`
 """

@@ -3,9 +3,8 @@
 Dry run: the real step without values
     dryrun.py        any rank of any world
     counting.py      operators, FLOPs and collectives
-    memory.py        bytes held, by kind
     steady_state.py  few microbatches for many
-    ledger.py        the operations of a rank, in order
+    ledger.py        the operations of a rank in order, and bytes held by kind
     dry_report.py    tables of it
 Closed forms
     space.py         all layouts of a model on so many GPUs
@@ -15,8 +14,7 @@ Closed forms
     blocks.py        of a block, embedding, head and update
 Time
     hardware.py      devices and clusters, from YAML
-    placement.py     links that a group of ranks crosses
-    cost.py          seconds of an operation
+    cost.py          links that a group of ranks crosses; seconds of an operation
     step.py          seconds of a step
     pricing.py       seconds of layouts, at two depths
     measure.py       this machine as a cluster

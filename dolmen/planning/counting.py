@@ -26,8 +26,7 @@ from torch.nn.modules import module as hooks
 
 from dolmen.core.state import is_distributed
 from dolmen.core.torch_private import dispatch
-from dolmen.planning.ledger import Kind, LedgerRow, Live
-from dolmen.planning.memory import Memory
+from dolmen.planning.ledger import Kind, LedgerRow, Live, Memory
 
 Shape = tuple[int, int, int, int]
 

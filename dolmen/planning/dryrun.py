@@ -37,8 +37,7 @@ from dolmen.parallel.schedule import Action, Schedule
 from dolmen.planning.config import DryrunRequest, ranks_of
 from dolmen.planning.counting import Counting
 from dolmen.planning.dry_report import DryRunReport
-from dolmen.planning.ledger import Ledger, Live
-from dolmen.planning.memory import Memory
+from dolmen.planning.ledger import Ledger, Live, Memory
 from dolmen.planning.steady_state import DryRunSteps, shorten_step
 from dolmen.training import loop
 from dolmen.training.checks.run import validate_computation

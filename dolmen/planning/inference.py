@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from dolmen.core.topology import Topology
 from dolmen.model import count
 from dolmen.model.spec import AttentionSpec, ModelSpec, MoESpec
+from dolmen.planning.cost import Placement, collective_seconds
 from dolmen.planning.hardware import Cluster
-from dolmen.planning.placement import Placement, collective_seconds
 from dolmen.planning.question import PRODUCTS, Question
 from dolmen.planning.space import Space
 

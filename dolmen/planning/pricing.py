@@ -24,11 +24,20 @@ from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import Simulation, make_schedule
 from dolmen.planning.blocks import block_rows, embedding_rows, head_rows, update_rows
 from dolmen.planning.capacity import Capacity
-from dolmen.planning.cost import CONTENTION, Machine, Parts, action_seconds, row_seconds
+from dolmen.planning.cost import (
+    CONTENTION,
+    Machine,
+    Parts,
+    Placement,
+    Road,
+    action_seconds,
+    collective_seconds,
+    row_seconds,
+    send_seconds,
+)
 from dolmen.planning.hardware import Cluster
 from dolmen.planning.ledger import LedgerRow
 from dolmen.planning.operations import OURS, Operations, Program, RankShare
-from dolmen.planning.placement import Placement, Road, collective_seconds, send_seconds
 from dolmen.planning.plan import Traffic
 from dolmen.planning.ranks import stages_of
 from dolmen.planning.space import LayoutChoice

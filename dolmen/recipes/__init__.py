@@ -2,7 +2,6 @@
 config.json. Options and YAML files change them (overrides.py).
 
     pretraining.py  GPTs and Llamas at the sizes of papers
-    tuning.py       SFT, reward models, DPO, GRPO, PPO
     overrides.py    the run of a recipe or YAML file, with options over it
 """
 
@@ -13,7 +12,7 @@ from dolmen.data.config import DataConfig
 from dolmen.families import Model
 from dolmen.model.layout import Layout
 from dolmen.optim.config import OptimizerConfig
-from dolmen.recipes import pretraining, tuning
+from dolmen.recipes import pretraining
 from dolmen.recipes.pretraining import FRESH, large
 from dolmen.training.config import CheckpointConfig, FinishConfig, LogConfig, RunConfig, TrainConfig
 
@@ -188,12 +187,12 @@ def bert() -> RunConfig:
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     "quickstart": quickstart,
     "pretrain": pretrain,
-    "sft": tuning.sft,
-    "reward": tuning.reward,
-    "dpo": tuning.dpo,
-    "continue-language": tuning.continue_language,
-    "grpo": tuning.grpo,
-    "ppo": tuning.ppo,
+    "sft": pretraining.sft,
+    "reward": pretraining.reward,
+    "dpo": pretraining.dpo,
+    "continue-language": pretraining.continue_language,
+    "grpo": pretraining.grpo,
+    "ppo": pretraining.ppo,
     "llama-1b": pretraining.llama_1b,
     "llama-8b": pretraining.llama_8b,
     "llama-70b": pretraining.llama_70b,
@@ -229,4 +228,4 @@ ON_THIS_MACHINE: dict[str, Callable[[RunConfig], RunConfig]] = {
     "quickstart": _quickstart_on_this_machine
 }
 # Recipe with a model -> its changes where --init names another model.
-WITH_INIT: dict[str, Callable[[RunConfig], RunConfig]] = {"ppo": tuning.ppo_with_init}
+WITH_INIT: dict[str, Callable[[RunConfig], RunConfig]] = {"ppo": pretraining.ppo_with_init}

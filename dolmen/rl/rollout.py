@@ -22,8 +22,7 @@ from dolmen.files import gate, write
 from dolmen.files import safetensors as files
 from dolmen.model.routing_replay import choice_slices
 from dolmen.model.spec import ModelSpec
-from dolmen.objectives.grpo import ADVANTAGE, OLD, REFERENCE
-from dolmen.objectives.ppo import RETURN, VALUE
+from dolmen.objectives.on_policy import ADVANTAGE, OLD, REFERENCE, RETURN, VALUE
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
 

@@ -18,7 +18,7 @@ from dolmen.core.messages import Failed, brief, plural
 from dolmen.files import gate, write
 from dolmen.files.gate import Kind, Refused
 from dolmen.files.kinds import JOURNAL_HEAD, JOURNAL_LINE, JOURNAL_ROW
-from dolmen.files.rows import LONGEST, Lines
+from dolmen.files.write import LONGEST, Lines
 from dolmen.serving.prompt_file import OUTPUT_FIELDS, PromptRow, json_line
 
 FORMAT = 1

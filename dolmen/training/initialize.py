@@ -10,9 +10,14 @@ from dolmen.model import build
 from dolmen.model.decoder import Decoder
 from dolmen.model.spec import ModelSpec, ScalarHeadSpec
 from dolmen.objectives.config import SIMPO_MARGIN
-from dolmen.objectives.grpo import GRPOLoss, GRPOWithEntropy
 from dolmen.objectives.objective import CrossEntropy, MaskedLM, Objective
-from dolmen.objectives.ppo import PPOPolicyLoss, PPOValueLoss, PPOWithEntropy
+from dolmen.objectives.on_policy import (
+    GRPOLoss,
+    GRPOWithEntropy,
+    PPOPolicyLoss,
+    PPOValueLoss,
+    PPOWithEntropy,
+)
 from dolmen.objectives.preference import DPO, KTO, ReferenceFreePreference
 from dolmen.objectives.reward import PairwiseRewardLoss
 from dolmen.optim import optimizer as optim

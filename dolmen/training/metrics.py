@@ -42,7 +42,7 @@ from dolmen.core import collectives, device
 from dolmen.core.mesh import Mesh
 from dolmen.core.messages import plural
 from dolmen.files import gate, kinds, write
-from dolmen.files.rows import Tail
+from dolmen.files.write import Tail
 from dolmen.training.config import TRACKER_NAMES
 
 POSITION_FIELDS = ("step", "time")

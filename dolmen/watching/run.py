@@ -15,7 +15,7 @@ from dolmen.core.config import flatten
 from dolmen.core.log import size
 from dolmen.core.messages import plural
 from dolmen.files import gate, kinds
-from dolmen.files.rows import Tail
+from dolmen.files.write import Tail
 from dolmen.watching.series import Series
 
 METRICS, HISTORY, SAMPLES = "metrics.jsonl", "history.jsonl", "samples.jsonl"

@@ -13,7 +13,7 @@ import yaml
 from tinyrun import dolmen, losses, rows, same, steps, tensors
 
 from dolmen.files import kinds
-from dolmen.files.rows import Tail
+from dolmen.files.write import Tail
 from dolmen.training.config import CheckpointConfig
 from dolmen.training.request import read_run
 

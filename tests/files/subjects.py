@@ -33,8 +33,8 @@ from dolmen.data import corpus, readers, token_cache
 from dolmen.families import Model, find_family
 from dolmen.files import gate, indexed, kinds, tokenizer_files, torch_files
 from dolmen.files import safetensors as ours
-from dolmen.files.rows import Tail
 from dolmen.files.schema import check_value
+from dolmen.files.write import Tail
 from dolmen.parallel import schedule, simulation
 from dolmen.recipes import RECIPES
 from dolmen.serving import engine

@@ -20,9 +20,18 @@ from dolmen.core.mesh import Mesh
 from dolmen.data.batch import FOLLOWS, IGNORED, SIDE, Batch
 from dolmen.model.spec import ScalarHeadSpec
 from dolmen.objectives import forward
-from dolmen.objectives.grpo import ADVANTAGE, OLD, GRPOLoss, GRPOWithEntropy
 from dolmen.objectives.objective import CrossEntropy, MaskedLM, Objective
-from dolmen.objectives.ppo import RETURN, VALUE, PPOPolicyLoss, PPOValueLoss, PPOWithEntropy
+from dolmen.objectives.on_policy import (
+    ADVANTAGE,
+    OLD,
+    RETURN,
+    VALUE,
+    GRPOLoss,
+    GRPOWithEntropy,
+    PPOPolicyLoss,
+    PPOValueLoss,
+    PPOWithEntropy,
+)
 from dolmen.objectives.preference import DPO, KTO, REFERENCE, ReferenceFreePreference
 from dolmen.objectives.reward import PairwiseRewardLoss
 from dolmen.ops.attention import Documents

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
-from dolmen.families.known import families
+from dolmen.families.family import families
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import cross_entropy_function
 from dolmen.ops.kernels import CPU, H100, Hardware

@@ -13,8 +13,7 @@ from dolmen.data.batch import Batch
 from dolmen.model.mlp import Router
 from dolmen.model.routing_replay import choice_slices
 from dolmen.objectives import forward
-from dolmen.objectives.grpo import ADVANTAGE, OLD
-from dolmen.objectives.ppo import PPOPolicyLoss
+from dolmen.objectives.on_policy import ADVANTAGE, OLD, PPOPolicyLoss
 from dolmen.ops import moe
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step

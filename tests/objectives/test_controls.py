@@ -20,8 +20,7 @@ from dolmen.data.batch import Batch
 from dolmen.model import head
 from dolmen.model.layout import Layout
 from dolmen.objectives import advantage
-from dolmen.objectives.grpo import ADVANTAGE, OLD, REFERENCE, GRPOLoss
-from dolmen.objectives.ppo import PPOPolicyLoss
+from dolmen.objectives.on_policy import ADVANTAGE, OLD, REFERENCE, GRPOLoss, PPOPolicyLoss
 
 ROWS, PLACES, VOCAB = 32, 6, FAMILIES["llama"].vocab_size
 WANTED = torch.zeros(PLACES, VOCAB)  # at even places an eighth of all tokens, at odd ones another

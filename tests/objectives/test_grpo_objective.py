@@ -12,7 +12,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.model import head
 from dolmen.model.layout import Layout
-from dolmen.objectives.grpo import ADVANTAGE, OLD, REFERENCE, GRPOLoss, GRPOWithEntropy
+from dolmen.objectives.on_policy import ADVANTAGE, OLD, REFERENCE, GRPOLoss, GRPOWithEntropy
 from dolmen.ops.loss import IGNORED
 
 

@@ -17,8 +17,15 @@ from dolmen.data.batch import Batch
 from dolmen.model import head
 from dolmen.model.layout import Layout
 from dolmen.model.mlp import Router
-from dolmen.objectives.grpo import ADVANTAGE, OLD
-from dolmen.objectives.ppo import RETURN, VALUE, PPOPolicyLoss, PPOValueLoss, PPOWithEntropy
+from dolmen.objectives.on_policy import (
+    ADVANTAGE,
+    OLD,
+    RETURN,
+    VALUE,
+    PPOPolicyLoss,
+    PPOValueLoss,
+    PPOWithEntropy,
+)
 from dolmen.ops.loss import IGNORED
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig

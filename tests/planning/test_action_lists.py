@@ -12,7 +12,7 @@ import pytest
 
 from dolmen.parallel.schedule import Action, Schedule, format_schedule, from_file
 from dolmen.parallel.simulation import Cost, check_schedule, make_schedule, simulate_stages
-from dolmen.planning.action_lists import exact, greedy, search
+from dolmen.planning.action_lists import greedy, search
 from dolmen.planning.action_lists.problem import Costs, ScheduleProblem, bound
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "searched.txt"
@@ -93,7 +93,7 @@ def test_nothing_is_shorter(ranks, micros, chunks, placement, splits, memory):
     for _ in range(2):
         costs = drawn(chance, ranks * chunks)
         problem = ScheduleProblem(ranks, micros, chunks, placement, splits, costs, memory)
-        proof, want = exact.Search(problem, float("inf")), brute(problem)
+        proof, want = search.Search(problem, float("inf")), brute(problem)
         proof.run()
         assert proof.span == proof.proven == pytest.approx(want, rel=1e-12), costs
         assert proof.best and simulate_stages(proof.best, costs).span == pytest.approx(want)
@@ -108,7 +108,7 @@ def test_an_early_forward_may_take_the_place_of_another():
     for _ in range(40):
         problem = ScheduleProblem(2, 3, 2, "v", False, drawn(chance, 4), 1.5)
         eager = Eager(problem, float("inf"))
-        proof = exact.Search(problem, float("inf"))
+        proof = search.Search(problem, float("inf"))
         eager.run()
         proof.run()
         assert proof.span <= eager.span
@@ -116,7 +116,7 @@ def test_an_early_forward_may_take_the_place_of_another():
     assert shorter
 
 
-class Eager(exact.Search):
+class Eager(search.Search):
     """Without that branch."""
 
     def _could_fill(self, rank: int) -> bool:

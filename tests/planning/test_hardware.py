@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from dolmen.core.topology import Topology
+from dolmen.planning.cost import Placement, collective_seconds, send_seconds
 from dolmen.planning.hardware import CLUSTERS, DEVICES, known_names, read_cluster, read_device
-from dolmen.planning.placement import Placement, collective_seconds, send_seconds
 
 SHARES = {"product": 0.8, "attention": 0.5, "memory": 0.8, "variation": 0.01}
 

@@ -4,7 +4,7 @@ import pytest
 from test_search import question
 
 from dolmen.planning.config import PlanConfig
-from dolmen.planning.placement import Placement
+from dolmen.planning.cost import Placement
 from dolmen.planning.pricing import shares, traffic
 from dolmen.planning.search import add_fleets, make_plan, sizes
 from dolmen.planning.space import Pins

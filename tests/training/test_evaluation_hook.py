@@ -10,7 +10,7 @@ from tinyrun import dolmen, losses, same, tensors
 from dolmen.core.mesh import SINGLE
 from dolmen.evaluation.config import DuringConfig
 from dolmen.files import kinds
-from dolmen.files.rows import Tail
+from dolmen.files.write import Tail
 from dolmen.model.layout import Layout
 from dolmen.training import evaluate
 from dolmen.training.metrics import read_metrics

@@ -4,7 +4,7 @@ import torch
 from tiny_models import Flat
 
 from dolmen.files import kinds
-from dolmen.files.rows import Tail
+from dolmen.files.write import Tail
 from dolmen.training import balance
 from dolmen.training.metrics import HistoryFile
 

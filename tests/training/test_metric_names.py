@@ -12,9 +12,8 @@ import pytest
 from tinyrun import documented_metrics
 
 from dolmen.objectives import pairs
-from dolmen.objectives.grpo import GRPOWithEntropy
 from dolmen.objectives.objective import CrossEntropy, MaskedLM
-from dolmen.objectives.ppo import PPOValueLoss, PPOWithEntropy
+from dolmen.objectives.on_policy import GRPOWithEntropy, PPOValueLoss, PPOWithEntropy
 from dolmen.objectives.preference import DPO, KTO, ReferenceFreePreference
 from dolmen.objectives.reward import PairwiseRewardLoss
 from dolmen.rl import environment, iteration, rewards, rollout

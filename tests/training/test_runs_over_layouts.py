@@ -16,7 +16,7 @@ from tinyrun import Material, dolmen, losses, rows, same, steps, tensors
 
 from dolmen.core.mesh import SINGLE
 from dolmen.files import kinds
-from dolmen.files.rows import Tail
+from dolmen.files.write import Tail
 from dolmen.model.layout import Layout
 from dolmen.training import run as train_run
 from dolmen.training.loop import Stop

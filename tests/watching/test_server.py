@@ -11,8 +11,7 @@ import pytest
 from test_page import lines, make_run, row
 from tinyrun import dolmen
 
-from dolmen.watching.page import Watched
-from dolmen.watching.server import Server, Shown
+from dolmen.watching.page import Server, Shown, Watched
 
 
 @contextmanager

@@ -2,6 +2,5 @@
 
 problem.py  times, partial solutions and lower bounds
 greedy.py   lists by preference
-exact.py    branch and bound
-search.py   all of them
+search.py   branch and bound; all of them
 """

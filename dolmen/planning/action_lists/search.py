@@ -1,13 +1,158 @@
 """The shortest schedule that fits: lists with a name, lists by preference, then a proof."""
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from dolmen.parallel.schedule import SCHEDULES, Schedule
 from dolmen.parallel.simulation import Simulation, check_schedule, simulate_stages
-from dolmen.planning.action_lists import exact, greedy
-from dolmen.planning.action_lists.problem import Costs, ScheduleProblem, bound
+from dolmen.planning.action_lists import greedy
+from dolmen.planning.action_lists.greedy import schedule_of
+from dolmen.planning.action_lists.problem import (
+    Costs,
+    Partial,
+    Paths,
+    ScheduleProblem,
+    bound,
+    remaining,
+)
+
+# Branch and bound over lists, which proves that none is shorter, for small sizes.
+#
+# A node is a partial schedule, every action as early as its list allows. Of all actions that could
+# come next let `first` be the one that would end first, at C, on rank r (Giffler and Thompson
+# 1960). The next action of r starts before C, or else `first` fits before it without delaying
+# anything; and whatever starts before C is known already, since nothing unknown can begin before C.
+# So the branches are the known actions of r that start before C. One thing more: a forward that is
+# done earlier is held longer, and may take the place of another; so where a rank could run out of
+# places, there is also the branch in which that forward waits until its rank has done something
+# else.
+#
+# A node is left where its bound is no less than the best schedule known, and where another with the
+# same counts was no later in anything that is still of use: what follows there can follow here.
+
+NODES = 100_000  # five seconds, and a hundred megabytes of nodes seen
+LARGEST = 400  # actions of all lists: with more, so many nodes prove nothing
+SAME = 1e-9  # of the time: rounding
+
+
+class Search:
+    """Branch and bound for schedules shorter than `span`, visiting at most `nodes` nodes. After
+    `run`, `best` is the shortest one and `span` its length; None, and `span` as it was, if there is
+    none.
+    """
+
+    def __init__(self, problem: ScheduleProblem, span: float, nodes: int = NODES):
+        """`span`: length of the best schedule that is known. `nodes`: most nodes to visit; none
+        with more than LARGEST actions.
+        """
+        self.problem, self.span, self.nodes = problem, span, 0
+        self.left = nodes if problem.actions <= LARGEST else 0
+        self.paths, self.floor = Paths(problem), bound(problem)
+        self.partial = Partial(problem)
+        # of each rank, the forwards that wait until it has done something else
+        self.waiting: list[frozenset[int]] = [frozenset()] * problem.ranks
+        self.seen: dict[tuple[object, ...], list[array]] = {}
+        self.best: Schedule | None = None
+
+    @property
+    def proven(self) -> float:
+        """Lower bound that is proved: `span` if the search was exhaustive, else the bound from
+        which it began.
+        """
+        return self.span if self.left > 0 else min(self.span, self.floor)
+
+    def run(self) -> None:
+        """Search depth first, until no branch or no node is left, or `best` meets the lower bound.
+        Uses a stack of its own, as Python's recursion ends at a thousand calls.
+        """
+        open_ = [self._branches()]
+        while open_ and not self._over:
+            for _ in open_[-1]:
+                open_.append(self._branches())
+                break
+            else:
+                open_.pop()
+
+    @property
+    def _over(self) -> bool:
+        """True if the nodes are used up, or no schedule can be shorter than `span`."""
+        return self.left <= 0 or not self._shorter(self.floor)
+
+    def _shorter(self, length: float) -> bool:
+        """Return whether a length is less than `span` by more than rounding."""
+        return length < self.span * (1 - SAME)
+
+    def _branches(self) -> Iterator[None]:
+        """Visit the node of the current partial schedule, keep it if it is complete and shorter,
+        and yield once with each of its branches applied, taking it back afterwards.
+        """
+        self.left -= 1
+        self.nodes += 1
+        partial, works = self.partial, self.problem.works
+        if partial.done and self._shorter(partial.span):
+            self.span, self.best = partial.span, schedule_of(self.problem, partial)
+        if not self._shorter(remaining(partial, self.paths)) or self._is_dominated():
+            return
+        known = [
+            (start, index)
+            for index in range(len(works))
+            if (start := partial.start(index)) is not None
+            and index not in self.waiting[works[index].rank]
+        ]
+        if not known:
+            return
+        ends, first = min((start + works[index].seconds, index) for start, index in known)
+        rank = works[first].rank
+        kept, self.waiting[rank] = self.waiting[rank], frozenset()
+        # W last: most often the best, which cuts the others short
+        for start, index in sorted(known, key=lambda item: (works[item[1]].kind == "W", item[0])):
+            if works[index].rank == rank and start < ends:
+                partial.take(index, start)
+                yield
+                partial.undo()
+        if works[first].kind == "F" and self._could_fill(rank):
+            self.waiting[rank] = kept | {first}
+            yield
+        self.waiting[rank] = kept
+
+    def _could_fill(self, rank: int) -> bool:
+        """Return whether the rank's slots may run out, so that the order of forwards decides what
+        it holds. Never with one chunk per rank: its forwards are all of one kind, and take nobody's
+        slot.
+        """
+        problem, partial = self.problem, self.partial
+        forwards = [i for i in problem.by_rank[rank] if problem.works[i].kind == "F"]
+        left = sum(problem.micros - partial.count[i] for i in forwards)
+        return problem.chunks > 1 and partial.held[rank] + left > problem.slots
+
+    def _is_dominated(self) -> bool:
+        """Return whether a node with the same counts was visited that is no later in anything; if
+        not, record this node and forget those that it dominates.
+        """
+        now = self._times()
+        earlier = self.seen.setdefault((*self.partial.count, *self.waiting), [])
+        if any(all(a <= b for a, b in zip(other, now, strict=True)) for other in earlier):
+            return True
+        earlier[:] = [o for o in earlier if not all(a <= b for a, b in zip(now, o, strict=True))]
+        earlier.append(now)
+        return False
+
+    def _times(self) -> "array[float]":
+        """Return the times on which everything that follows depends: the clock of each rank, and
+        arrivals of results that are not used yet.
+        """
+        partial, works = self.partial, self.problem.works
+        times = array("d", partial.clock)
+        for index, work in enumerate(works):
+            ends = partial.ends[index]
+            for user, arriving in work.feeds:
+                clock = partial.clock[works[user].rank]
+                waited = ends[partial.count[user] :]
+                times.extend(max(clock, end + arriving) for end in waited)
+        return times
+
 
 MOST = 40_000  # actions, of which a list by preference takes a second
 LEAST = 1.0
@@ -36,7 +181,7 @@ class ShortestSchedule:
         """True if the schedule is proved to be the shortest: its length equals the lower bound
         `floor`.
         """
-        return self.simulation.span <= self.floor * (1 + exact.SAME)
+        return self.simulation.span <= self.floor * (1 + SAME)
 
 
 def shortest_of(
@@ -69,7 +214,7 @@ def shortest(
     chunks: int,
     costs: Costs,
     memory: float,
-    nodes: int = exact.NODES,
+    nodes: int = NODES,
 ) -> ShortestSchedule:
     """Search the shortest schedule of `micros` microbatches on `ranks` ranks of `chunks` stages
     each. `memory`: microbatches whose activations a rank may hold, in units of `Simulation.peak`.
@@ -98,7 +243,7 @@ def shortest(
     span, best, problem = min(tried, key=lambda candidate: candidate[0])
     looked = 0
     for i, other in enumerate(problems):
-        proof = exact.Search(other, span, nodes)
+        proof = Search(other, span, nodes)
         proof.run()
         looked += proof.nodes
         if proof.best:
