@@ -154,3 +154,23 @@ def test_the_table_fits_a_narrow_terminal():
     screen.print(DiffReport("two programs", rows, None).table())
     shown = screen.file.getvalue()
     assert all(row.name in shown for row in rows) and "the worst of 39" in shown, shown
+
+
+def test_pieces_of_a_tensor_join_where_they_lie():
+    """Whole and partial, regions that overlap and one that nobody has, rows out of order."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(4, 6, generator=generator)
+    one, other = torch.randn(4, 2, generator=generator), torch.tensor([3, 1])
+    pieces = [
+        RecordedShard(0, (slice(0, 4), slice(0, 2)), one),
+        RecordedShard(1, (slice(0, 4), slice(0, 2)), whole[:, :2] - one),
+        RecordedShard(2, (slice(0, 0), slice(2, 5)), whole[other, 2:5], rows=other),
+    ]
+    covered = torch.zeros(4, 6, dtype=torch.bool)
+    covered[:, :2] = covered[1, 2:5] = covered[3, 2:5] = True
+    want = whole.masked_fill(~covered, torch.nan)
+    joined = Recorded((4, 6), partial=True, pieces=pieces).join()
+    torch.testing.assert_close(joined, want, equal_nan=True)
+    last = Recorded((4, 6), pieces=pieces).join()
+    torch.testing.assert_close(last[:, :2], whole[:, :2] - one, rtol=0, atol=0)
+    torch.testing.assert_close(last[:, 2:], want[:, 2:], rtol=0, atol=0, equal_nan=True)

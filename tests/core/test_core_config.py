@@ -11,7 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from dolmen.core.config import Name, Positive, Seed, changed_options, config, from_dict, to_dict
+from dolmen.core.config import (
+    LARGEST,
+    Name,
+    Positive,
+    Seed,
+    changed_options,
+    config,
+    from_dict,
+    refuse_unreadable,
+    to_dict,
+)
 from dolmen.families import Model, families
 from dolmen.recipes import RECIPES
 from dolmen.training.config import RunConfig
@@ -288,3 +298,43 @@ def test_a_value_with_a_form_of_its_own():
     ):
         with pytest.raises(ValueError, match=said):
             from_dict(RunConfig, {"model": model})
+
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.floats(),
+    st.integers(-2 * LARGEST, 2 * LARGEST),
+    st.text(st.characters(exclude_characters="\x85\u2028\u2029"), max_size=4),
+    st.sampled_from([math.nan, LARGEST, -LARGEST, LARGEST + 1, -LARGEST - 1, "\ud800"]),
+)
+PLAIN = st.recursive(
+    SCALARS,
+    lambda inside: (
+        st.lists(inside, max_size=3) | st.dictionaries(st.text("ab\ud800"), inside, max_size=3)
+    ),
+    max_leaves=4,
+)
+
+
+def readable(value: Any) -> bool:
+    """`refuse_unreadable` by its definition: what UTF-8, 64 bits and equality can carry."""
+    if isinstance(value, (dict, list)):
+        keys = list(value) if isinstance(value, dict) else []
+        inside = value.values() if isinstance(value, dict) else value
+        return all(map(readable, [*keys, *inside]))
+    if isinstance(value, str):
+        return not any("\ud800" <= letter <= "\udfff" for letter in value)
+    return value == value and not (isinstance(value, int) and abs(value) > LARGEST)
+
+
+@given(PLAIN)
+def test_a_plain_value_is_refused_or_read_back_the_same(value):
+    """At any depth, among keys too; the message names the option."""
+    if readable(value):
+        refuse_unreadable("model", value)
+        written = yaml.safe_dump({"model": value}, allow_unicode=True).encode()
+        assert yaml.safe_load(written) == {"model": value}
+    else:
+        with pytest.raises(ValueError, match="^model"):
+            refuse_unreadable("model", value)

@@ -32,7 +32,7 @@ from dolmen.recipes import RECIPES
 from dolmen.recipes.overrides import build_request
 from dolmen.rl.config import CriticConfig, PPOConfig
 from dolmen.training.checks.folder import check_overwrite, check_same_model, check_same_optimizer
-from dolmen.training.checks.run import check_exportable, validate_computation
+from dolmen.training.checks.run import check_exportable, check_layout, validate_computation
 from dolmen.training.config import FinishConfig, RunConfig, TrainConfig
 from dolmen.training.request import write_config
 from dolmen.training.resolve import Data, resolve, resolve_model
@@ -201,6 +201,16 @@ def test_another_optimizer_is_refused_with_the_knob(material):
         check_same_optimizer(saved, run, 7)
     other = replace(muon.optimizer, lr=1.0, muon=MuonConfig(momentum=0.5))
     check_same_optimizer(to_dict(muon), replace(muon, optimizer=other), 7)
+
+
+def test_compiled_blocks_need_a_schedule_that_computes_backward_at_once(material):
+    train = {"global_batch_size": 8, "microbatch_size": 1, "compile": True}
+    for schedule, refused in (("zero-bubble", True), ("1f1b", False)):
+        run = material.config(layout={"pp": 2, "schedule": schedule}, train=train)
+        match = f"train.compile and layout.schedule {schedule} exclude each other"
+        with pytest.raises(ValueError, match=match) if refused else nullcontext():
+            check_layout(run)
+        check_layout(replace(run, train=replace(run.train, compile=False)))
 
 
 def test_a_dry_run_compares_the_critic_with_the_model(material, tmp_path):
