@@ -5,7 +5,6 @@ and messages; and `parallelize`, `step`, `save` and `restore` of modules, which 
     runs.py         train, worker, show, plan, dryrun
     conversions.py  export, convert, tokenize, vocabularies
     evaluations.py  evaluate, verify, diff
-    modules.py      parallelize, step, save, restore
     options.py      keywords to the options of a command
 """
 
@@ -19,6 +18,7 @@ from dolmen.api.conversions import (
 )
 from dolmen.api.evaluations import diff, evaluate, evaluate_tasks, verify
 from dolmen.api.models import Model, generate, load
-from dolmen.api.modules import parallelize, restore, save, step
 from dolmen.api.runs import RunFolder, dryrun, plan, plan_inference, show, train, worker
 from dolmen.core.messages import Failed
+from dolmen.parallel.styles import parallelize
+from dolmen.training.modules import restore, save, step

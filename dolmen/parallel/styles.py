@@ -34,12 +34,21 @@ Style = Literal["columns", "rows", "sequence", "vocabulary"]
 
 
 def parallelize(
-    module: nn.Module, plan: Mapping[str, Style], mesh: Mesh, zero: int = 0
+    module: nn.Module, plan: Mapping[str, Style], mesh: Mesh, *, zero: int = 0
 ) -> nn.Module:
-    """Split `module`, identical on every rank, in place: over tp as `plan` specifies (part name or
-    pattern such as `layers.*.q_proj` -> style), and over dp as ZeRO stage `zero`. Parts that it
-    does not name stay whole. Returns the module. Raises ValueError, with nothing changed, for a
-    name that no part has, a style that the part cannot have, or sizes that tp does not divide.
+    """Shard a module in place over the mesh axis tp, and over dp by ZeRO stage `zero`; return it.
+
+    `plan` maps names of submodules (patterns too) to how each is split: columns or rows of a linear
+    layer, a norm by the tokens of a sequence, an embedding or a head by its vocabulary. Every rank
+    must have the same values before, and has the same outputs after. Gradients are summed over dp,
+    so divide the loss by the count of the whole batch. Raises ValueError for a module that cannot
+    be split so.
+
+        mesh = Layout(tp=2).mesh(torch.device("cpu"))
+        model = dolmen.parallelize(ToyModel(), {"net1": "columns", "net2": "rows"}, mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+
+    See examples/toymodel.py and docs/how-to/parallelize.md.
     """
     styles = _styles(module, plan)
     for name, style in styles.items():

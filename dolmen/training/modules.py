@@ -8,6 +8,7 @@ step.py ends it, with any optimizer of torch, and checkpoints that any layout re
 """
 
 from collections.abc import Iterable
+from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -64,16 +65,20 @@ def step(
     optimizer: torch.optim.Optimizer,
     loss: Float[Tensor, ""] | Iterable[Float[Tensor, ""]],
     mesh: Mesh,
+    *,
     clip: float = 1.0,
 ) -> ModuleStepMetrics:
-    """Make one training step: backward, gradients summed over dp, norm clipped at `clip` (0: not),
-    optimizer update, gradients set to None. Return the metrics.
+    """Update a parallelized module once by any torch optimizer: backward, sum of gradients over dp,
+    clipping of their global norm at `clip` (0: off), optimizer step.
 
-    `loss` is this rank's part of the loss, already divided by the count of the global batch; or an
-    iterable of those of microbatches, whose gradients accumulate and are reduced once.
+    `loss` is that of this rank's rows, divided by the count of the whole batch. The losses of
+    several microbatches accumulate; an iterator holds the graph of one of them at a time:
 
-    Every rank calls it. A loss or norm that is not finite changes no parameter. Raises ValueError,
-    with nothing changed, for a `clip` below 0, and where there is no loss.
+        result = dolmen.step(model, optimizer, (loss_of(rows) for rows in microbatches), mesh)
+
+    Every rank calls it; the result has the loss of the whole batch and the norm before clipping. If
+    either is not finite, no parameter changes. Raises ValueError for a `clip` below 0, and without
+    a loss.
     """
     if not clip >= 0:
         raise ValueError(f"clip is {clip}: it must be at least 0 (0: no clipping)")
@@ -113,29 +118,31 @@ def _backward(module: nn.Module, loss: Tensor | Iterable[Tensor], mesh: Mesh) ->
 
 
 def save(
-    folder: str | Path,
+    folder: str | PathLike,
     module: nn.Module,
     optimizer: torch.optim.Optimizer,
     mesh: Mesh,
+    *,
     step: int,
     keep: int = 0,
 ) -> None:
-    """Write the checkpoint of `step` into `folder`, atomically: parameters and buffers of the
-    module, and all that the optimizer keeps of each parameter. The `keep` newest checkpoints stay
-    there (0: all). Every rank calls it. Raises NotSaved, and ValueError for an optimizer state that
-    is neither tensor nor number.
+    """Save a parallelized module and its optimizer after `step` updates, atomically, in a subfolder
+    of `folder`; keep the `keep` newest checkpoints (0: all). Any layout can restore it. Every rank
+    calls it. Raises ValueError for an optimizer whose state is not tensors and numbers per
+    parameter, and NotSaved if it could not be written.
     """
     tensors, numbers = _checkpoint_state(module, optimizer)
     _store(folder, mesh, keep).save(step, tensors, {"step": step, NUMBERS: numbers}, wait=True)
 
 
 def restore(
-    folder: str | Path, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh
+    folder: str | PathLike, module: nn.Module, optimizer: torch.optim.Optimizer, mesh: Mesh
 ) -> int:
-    """Load module and optimizer state from the newest checkpoint in `folder`, saved in any layout;
-    return its step, or 0, with nothing changed, where there is none. Options of the optimizer, such
-    as the learning rate, are not restored. Every rank calls it. Raises KeyError for another module,
-    ValueError for other shapes and for another kind of optimizer, Damaged.
+    """Restore module and optimizer, to the bit and in any layout, from the newest checkpoint in
+    `folder`; return its step, or 0 without a change if there is none. The optimizer keeps its own
+    options, such as the learning rate. Every rank calls it.
+    Raises KeyError for another module, ValueError for other shapes and another optimizer, Damaged
+    for files that are not what was saved.
     """
     store = _store(folder, mesh)
     newest = store.newest()
@@ -184,7 +191,7 @@ def _kind(name: str) -> str:
     return name.partition("/")[0]
 
 
-def _store(folder: str | Path, mesh: Mesh, keep: int = 0) -> Checkpoints:
+def _store(folder: str | PathLike, mesh: Mesh, keep: int = 0) -> Checkpoints:
     """Return the checkpoint store of a folder, which keeps the `keep` newest (0: all) and
     communicates over one process group of all ranks, made once.
     """
