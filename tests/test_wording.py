@@ -15,7 +15,7 @@ LIMITS = {
     "fragments": 3,
     "participles": 1,
     "prepositions": 22,
-    "shared class names": 6,
+    "shared class names": 2,
     "private words": 8,
 }
 FRAGMENTS = set(

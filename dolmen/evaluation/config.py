@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from dolmen.core.config import AboveZero, Count, Mark, Name, NonNegative, Positive, config
 from dolmen.data.config import TextConfig
-from dolmen.model.layout import Layout, Split
+from dolmen.model.layout import Layout, TensorParallelLayout
 from dolmen.serving.config import Numerics
 
 
@@ -26,7 +26,7 @@ class VerifyConfig:
     """Length of the random sequences in tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if any are visible, else the CPU."""
-    layout: Split = Split()
+    layout: TensorParallelLayout = TensorParallelLayout()
 
 
 @config("layout")

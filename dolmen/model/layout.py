@@ -266,7 +266,7 @@ class Layout:
 
 
 @config("layout")
-class Split:
+class TensorParallelLayout:
     """How the model is split."""
 
     tp: Positive = 1

@@ -36,7 +36,7 @@ from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis
 from dolmen.core.torch_private import compute
 from dolmen.ops import attention as ops
-from dolmen.ops.attention import Attend, Attention, Documents, dropout
+from dolmen.ops.attention import Attend, AttentionBackend, Documents, dropout
 from dolmen.ops.attention.score_bias import join_sinks, sink_gradient
 from dolmen.ops.attention.spec import Attended, Keys, LogSum, Place, Queries, Values
 
@@ -53,7 +53,7 @@ class ContextParallel:
     """Attention backend: see ops/kernels.py."""
 
     @property
-    def backend(self) -> Attention:
+    def backend(self) -> AttentionBackend:
         """The attention backend named by `kernel`."""
         return ops.BACKENDS[self.kernel]
 

@@ -12,7 +12,7 @@ from pydantic import Field
 from dolmen.core.config import Count, Mark, Name, NonNegative, Port, Positive, ValueOptional, config
 from dolmen.core.filesystem import expand
 from dolmen.core.messages import brief
-from dolmen.model.layout import Split
+from dolmen.model.layout import TensorParallelLayout
 from dolmen.serving.request import Limits, SamplingParams
 
 
@@ -268,7 +268,7 @@ class ServeConfig(Numerics):
     """Seconds that a request may take, waiting included; then it ends with an error."""
     grace: NonNegative = 30.0
     """Seconds that open requests have to finish once the server stops."""
-    layout: Split = Split()
+    layout: TensorParallelLayout = TensorParallelLayout()
 
     def __post_init__(self):
         """Raise ValueError for both --key and --key-file, and for a key that `check_key`

@@ -17,7 +17,7 @@ for its device.
 from dolmen.ops.attention import blockwise, flash
 from dolmen.ops.attention.spec import (
     Attend,
-    Attention,
+    AttentionBackend,
     Documents,
     begins,
     document_ends,
@@ -25,4 +25,8 @@ from dolmen.ops.attention.spec import (
     visible,
 )
 
-BACKENDS: dict[str, Attention] = {"blocks": blockwise, "flash": flash, "cudnn": flash.Cudnn()}
+BACKENDS: dict[str, AttentionBackend] = {
+    "blocks": blockwise,
+    "flash": flash,
+    "cudnn": flash.Cudnn(),
+}

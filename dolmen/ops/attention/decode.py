@@ -65,7 +65,7 @@ def one_query(
     pages: Pages | Alone,
 ) -> Float[Tensor, "queries heads value_size"]:
     """Return softmax(scores) v of each query, which is at its sequence's last key: see
-    `spec.Attention`. `pages`: which sequence owns each page. Documents and dropout have no
+    `spec.AttentionBackend`. `pages`: which sequence owns each page. Documents and dropout have no
     meaning here. The queries of a key-value head are rows of one product.
     """
     scale = attend.scale_of(q.shape[2])

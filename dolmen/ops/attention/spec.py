@@ -331,7 +331,7 @@ LogSum = Float[Tensor, "batch queries heads"]
 """The log of the sum of the exponentials of a query's scores."""
 
 
-class Attention(Protocol):
+class AttentionBackend(Protocol):
     """Interface of an attention backend, without dropout; `dolmen.ops.attention.BACKENDS` has them
     by their names in Kernels.
     """
