@@ -73,6 +73,7 @@ class CoreAttention(nn.Module):
         # cached sequences are attended here; training goes through cp, which has the same backend
         self.backend = BACKENDS[setting.split.kernels.attention]
         self.cp, self.dropout = setting.split.cp, setting.training.dropout
+        self.exact = setting.split.kernels.exact is not None
         self.selective = setting.split.recompute.kind_of(setting.layer) == "selective"
 
     def forward(
@@ -103,6 +104,12 @@ class CoreAttention(nn.Module):
             # repeats it
             dropped = Dropout(self.dropout, noise, noise.site(SCORES))
         attend = self.attend.with_documents(inputs.documents, dropped)._replace(sinks=sinks)
+        if self.exact and attend.documents is not None and dropped is None:
+            # the keys that a block multiplies follow from the documents of all its sequences
+            each = [(q[i : i + 1], k[i : i + 1], v[i : i + 1]) for i in range(len(q))]
+            return torch.cat(
+                [self.cp.attention(*one, attend.sequence(i)) for i, one in enumerate(each)]
+            )
         return self.cp.attention(q, k, v, attend)
 
     def attend_sequences(

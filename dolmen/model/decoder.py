@@ -119,6 +119,10 @@ class Decoder(nn.Module):
         self._add_head()
         self.compiled = False
         self.compute: torch.dtype | None = None  # None: in the dtype of the parameters
+        self.tied_weights: list[Tensor] = []
+        """With exact numerics, of each forward of a tied head, the weight it has multiplied by: its
+        gradients are added by a tree of their own, as those of an untied head are.
+        """
         self.alone: Weights | None = None  # format of packed weights that were freed
 
     def _add_embedding(self) -> None:
@@ -428,10 +432,15 @@ class Decoder(nn.Module):
         table = self.embed if self.spec.head.tied else self.head or self.score
         assert table is not None
         bias = None if self.head is None else self.head.bias
+        weight = local(table.weight)
+        if self.spec.head.tied and self.split.kernels.exact and torch.is_grad_enabled():
+            weight = weight.detach().requires_grad_(weight.requires_grad)
+            weight.grad_dtype = torch.float32
+            self.tied_weights.append(weight)
         head = HEADS[type(self.spec.head)](
             self.spec,
             self.split,
-            local(table.weight),
+            weight,
             batch,
             self.compiled,
             None if bias is None else local(bias),

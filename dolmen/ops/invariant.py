@@ -25,7 +25,8 @@ Another library may break what holds here, so a run tries its own shapes before 
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +40,17 @@ LEAST = 16
 """Rows and columns from which MKL's products keep their bits."""
 TRANSPOSED = 1024
 """Terms up to which oneDNN's bf16 products of a transposed first factor keep their bits."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread within this context."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def product(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m n"]:

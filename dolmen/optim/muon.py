@@ -27,6 +27,7 @@ logical matrix comes together on one rank (parallel/assembly.py).
 
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 
 import torch
 from jaxtyping import Float
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from dolmen.core import state
 from dolmen.core.mesh import Mesh
 from dolmen.core.torch_private.compute import foreach_add, foreach_add_, foreach_mul_
+from dolmen.ops import invariant
 from dolmen.optim.config import OptimizerConfig
 from dolmen.parallel.assembly import Assembly
 
@@ -75,8 +77,16 @@ class Muon(torch.optim.Optimizer):
     that hold parts of them make each step together.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, mesh: Mesh):
-        """Take the hyperparameters from `config`, and assign each matrix an owner rank."""
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        config: OptimizerConfig,
+        mesh: Mesh,
+        exact: bool = False,
+    ):
+        """Take the hyperparameters from `config`, and assign each matrix an owner rank. `exact`:
+        orthogonalize on one thread, as the number of threads changes bits.
+        """
         muon = config.muon
         group = {
             "params": list(parameters),
@@ -86,7 +96,7 @@ class Muon(torch.optim.Optimizer):
             "kinds": KINDS,
         }
         super().__init__([group], {})
-        self.half = muon.dtype == "bfloat16"
+        self.half, self.exact = muon.dtype == "bfloat16", exact
         self.assembly = Assembly(group["params"], mesh, flops)
 
     @torch.no_grad()
@@ -113,7 +123,8 @@ class Muon(torch.optim.Optimizer):
         """Return the update of one matrix, divided by -lr."""
         dtype = torch.bfloat16 if self.half else full.dtype
         scale = RATIO * math.sqrt(max(full.shape))
-        return scale * orthogonalize(full, dtype).to(full.dtype)
+        with invariant.one_thread() if self.exact else nullcontext():
+            return scale * orthogonalize(full, dtype).to(full.dtype)
 
 
 def matrices(tensors: Iterable[Tensor]) -> list[Tensor]:

@@ -124,6 +124,7 @@ def make_optimizer(model: Decoder, config: OptimizerConfig, mesh: Mesh) -> Optim
     """
     if config.name == "adamw":
         return adamw(model, config)
+    exact = model.split.kernels.exact is not None
     rules = RULES[config.name]
     by: dict[Rule, dict[str, nn.Parameter]] = {"adamw": {}, "muon": {}}
     params = model.local_specs()
@@ -132,10 +133,10 @@ def make_optimizer(model: Decoder, config: OptimizerConfig, mesh: Mesh) -> Optim
         by[rules[params[name].role]][name] = p
     optimizers: list[torch.optim.Optimizer] = []
     if by["muon"]:
-        optimizers.append(muon.Muon(by["muon"].values(), config, mesh))
+        optimizers.append(muon.Muon(by["muon"].values(), config, mesh, exact))
     # a stage without trainable parameters still gets an (empty) AdamW
     if by["adamw"] or not optimizers:
-        optimizers.append(_adamw(by["adamw"], params, config))
+        optimizers.append(_adamw(by["adamw"], params, config, fused=not exact))
     together = CombinedOptimizer(*optimizers)
     prime(together)
     return together

@@ -122,12 +122,16 @@ class ExactReduction(Reduction):
         micros: int,
         mesh: Mesh,
         partial: Container[str],
+        tied: list[Tensor],
     ):
+        """Start a step. `tied`: weights by which a tied head has multiplied; those whose gradient
+        is taken are removed.
+        """
         super().__init__(model, zero, split_backward=True)
         if zero == 3 and not split_backward:
             for unit in units(model):
                 unit.set_reshard_after_backward(True, recurse=False)
-        self.mesh, self.micros, self.partial = mesh, micros, partial
+        self.mesh, self.micros, self.partial, self.tied = mesh, micros, partial, tied
         self.names = {p: name for name, p in model.named_parameters()}
         self.trees: dict[str, Tree] = {}
         self.totals: dict[str, Tensor] = {}
@@ -142,7 +146,9 @@ class ExactReduction(Reduction):
         """Take the gradients that a backward of microbatch `micro` has left, sum partial ones over
         tp, and add them to their trees; with the `last` of the step, reduce the totals over fsdp.
         """
-        for name, p in self._gradient_holders():
+        done = [("head.weight", weight) for weight in self.tied if weight.grad is not None]
+        self.tied[:] = [weight for weight in self.tied if weight.grad is None]
+        for name, p in (*self._gradient_holders(), *done):
             if p.grad is not None:
                 gradient, p.grad = p.grad, None
                 if name in self.partial:
@@ -154,6 +160,19 @@ class ExactReduction(Reduction):
             for name, p in self._gradient_holders():
                 p.grad = self.totals.pop(name, None)
             super().accumulate_weight_gradients(last)
+            for head in self.totals.values():
+                self._add_tied(head)
+
+    def _add_tied(self, head: Tensor) -> None:
+        """Add the gradient that a tied head has left to that of the embedding, after each has been
+        summed over fsdp: (e0 + h0) + (e1 + h1) is not (e0 + e1) + (h0 + h1).
+        """
+        (embedding,) = (p for p, name in self.names.items() if name == "embed.weight")
+        rows = collectives.sum_(head, self.mesh.fsdp).chunk(self.mesh.fsdp.size)
+        shard = torch.zeros_like(embedding) if embedding.grad is None else embedding.grad
+        if self.mesh.fsdp.rank < len(rows):
+            state.local_view(shard).add_(rows[self.mesh.fsdp.rank])
+        embedding.grad = shard
 
     def _gradient_holders(self) -> list[tuple[str, Tensor]]:
         """Return the name and the tensor of each parameter that autograd leaves gradients on: the

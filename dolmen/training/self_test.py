@@ -10,8 +10,7 @@ takes about as long as the products of one layer, once more on one thread.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -85,7 +84,7 @@ def digest_operators(dtype: torch.dtype = torch.float32) -> str:
     x = _random_matrix(64, 200, False)
     positive = x.abs() + 0.1
     functions = (torch.exp, torch.log, torch.rsqrt, torch.tanh, torch.erf, torch.cos, torch.sin)
-    with _one_thread():
+    with invariant.one_thread():
         product = invariant.product(x.to(dtype), _random_matrix(200, 48, True, dtype))
         results = [product.float(), positive.sum(-1)]
         results += [function(positive) for function in functions]
@@ -102,7 +101,7 @@ def product_shapes(
     tokens, tokens_per_leaf, leaves = microbatch_size * exact.tokens, exact.tokens, exact.tp
     shapes = []
     for leaf in dict.fromkeys(spec.params.values()):
-        if leaf.role == "head":
+        if leaf.role == "head" or spec.head.tied and leaf == spec.params["embed.weight"]:
             # multiplied a sequence at a time
             out, block = -(-leaf.shape[0] // tp), exact.block(leaf.shape[0])
             shapes += _column_shapes(tokens_per_leaf, tokens_per_leaf, out, block, leaf.shape[1])
@@ -154,20 +153,9 @@ def find_broken_product(
     return None
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Compute on one thread within this context."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _equals_one_thread(a: Tensor, b: Tensor, want: Tensor) -> bool:
     """Return True if the product a @ b on one thread has the bits of `want`."""
-    with _one_thread():
+    with invariant.one_thread():
         return torch.equal(invariant.product(a, b), want)
 
 
@@ -203,18 +191,22 @@ def find_broken_attention(
             )
             for n in (heads, kv_heads, kv_heads, heads)
         )
-        full = _attention(q, k, v, g)
+        full = _attention(q, k, v, g, mixer)
         cut = (t[-1:, :, -n:] for t, n in zip((q, k, v, g), (group, 1, 1, group), strict=True))
-        with _one_thread():
-            part = _attention(*cut)
+        with invariant.one_thread():
+            part = _attention(*cut, mixer=mixer)
         for rank_part, of_all in zip(part, full, strict=True):
             if not torch.equal(rank_part, of_all[-1:, :, -rank_part.shape[2] :]):
                 return f"attention over {exact.tokens} tokens of {heads} heads than of {group}"
     return None
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-    """Return causal attention and its gradients of q, k and v for a gradient g."""
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, mixer: AttentionSpec
+) -> tuple[Tensor, ...]:
+    """Return causal attention of `mixer`'s window and soft cap, and its gradients of q, k and v for
+    a gradient g.
+    """
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-    y = blockwise.attention(q, k, v, Attend())
+    y = blockwise.attention(q, k, v, Attend(mixer.window, mixer.scale, mixer.soft_cap))
     return y.detach(), *torch.autograd.grad(y, (q, k, v), g)

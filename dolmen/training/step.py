@@ -232,7 +232,8 @@ def _reduce_gradients(state: TrainState, mesh: Mesh, counts: Tensor) -> tuple[li
         if leaves is not None:
             (count,) = counts
             data.scale_gradients(parameters, count.reciprocal())
-            return parameters, exact.gradient_norm(parameters, mesh, leaves)
+            once = [p for p in parameters if p is not tied or mesh.ends.rank == 0]
+            return parameters, exact.gradient_norm(once, mesh, leaves)
         squares = state.model.split.kernels.squares
         # the tied weight is on two stages: its gradient counts once in the norm
         norm = data.gradient_norm(parameters, mesh, tied, squares) / state.scale.value
@@ -374,7 +375,9 @@ def forward_backward(
     reduction = (
         data.Reduction(model, state.zero, splits)
         if leaves is None
-        else exact.ExactReduction(model, state.zero, splits, micros, mesh, model.partial())
+        else exact.ExactReduction(
+            model, state.zero, splits, micros, mesh, model.partial(), model.tied_weights
+        )
     )
     chunks = [model.blocks(chunk) for chunk in range(state.schedule.chunks)]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from spawning import Row, made_once
 from table import OPTIMIZER, ROWS, SEED, Layout, start
-from tiny_models import Flat, Tiny
+from tiny_models import Flat, Tiny, build, initialize
 
 from dolmen.core import collectives, reduction, state, transfers
 from dolmen.core import mesh as meshes
@@ -21,9 +21,10 @@ from dolmen.core.consensus import gather_objects
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.core.reduction import Tree
 from dolmen.core.torch_private import sharding
-from dolmen.data.batch import IGNORED, Batch
+from dolmen.data.batch import IGNORED, Batch, document_starts
 from dolmen.model.spec import NormSpec, SequentialResidual
 from dolmen.ops import invariant, norm
+from dolmen.ops.attention import Documents
 from dolmen.ops.elementwise import ACTIVATIONS
 from dolmen.ops.exact import Exact
 from dolmen.optim import optimizer
@@ -63,13 +64,29 @@ GEMMA = Tiny(
     ),
     EXACT.training,
 )
+# windows, soft caps, a head that is tied, dropout, documents of four tokens or so; by Muon
+_capped = replace(
+    LLAMA.block(0),
+    mixer=replace(LLAMA.block(0).mixer, window=7, soft_cap=3.0, clip=2.0),
+)
+MASKED = Tiny(
+    replace(
+        _spec,
+        runs=(replace(_spec.runs[0], blocks=(_capped, LLAMA.block(0))),),
+        head=replace(_spec.head, tied=True, soft_cap=20.0),
+    ),
+    EXACT.training,
+)
+DROPPED = Tiny(MASKED.spec, replace(EXACT.training, dropout=0.2))
 # AdamW's own eps: where g is about eps, a gradient's last bit is a step of lr
 UPDATE = replace(OPTIMIZER, eps=1e-8)
+OPTIMIZERS = {MASKED: replace(UPDATE, name="muon")}
 
 
-def batches(mesh: Mesh, steps: int) -> list[Batch]:
+def batches(mesh: Mesh, steps: int, documents: bool = False) -> list[Batch]:
     """This rank's rows of each step's batch; the first 3 r mod 11 labels of row r are IGNORED, so
-    that counts are no powers of two and ranks have unequal ones.
+    that counts are no powers of two and ranks have unequal ones. `documents`: two of three rows
+    have some, cut in other places.
     """
     rows, out = ROWS // mesh.dp.size, []
     for step in range(steps):
@@ -78,7 +95,10 @@ def batches(mesh: Mesh, steps: int) -> list[Batch]:
         ignored = torch.arange(ROWS)[:, None] * 3 % 11
         labels = torch.where(torch.arange(LENGTH) < ignored, IGNORED, tokens[:, 1:])
         mine = slice(mesh.dp.rank * rows, (mesh.dp.rank + 1) * rows)
-        out.append(Batch(tokens[mine, :-1].contiguous(), labels[mine]))
+        ends = torch.where(torch.arange(ROWS)[:, None] % 3 > 0, tokens[:, :-1] % 7, 1)
+        starts = document_starts(ends, 0)[mine]
+        cut = Documents.from_starts(starts) if documents and starts.any() else None
+        out.append(Batch(tokens[mine, :-1].contiguous(), labels[mine], cut))
     return out
 
 
@@ -104,10 +124,11 @@ def observed_gradients(train):
 
 def run(mesh: Mesh, layout: Layout, config: Tiny = EXACT, steps: int = STEPS, **options) -> dict:
     """What a run leaves, by name: numbers of each step, and tensors, this rank's part of each."""
-    train = start(config, mesh, layout, **{"optimizer": UPDATE} | options)
+    train = start(config, mesh, layout, **{"optimizer": OPTIMIZERS.get(config, UPDATE)} | options)
     found = {}
     with observed_gradients(train) as gradients:
-        for step, batch in enumerate(batches(mesh, steps)):
+        documents = config in (MASKED, DROPPED)
+        for step, batch in enumerate(batches(mesh, steps, documents)):
             metrics = optimizer_step(train, batch, mesh)
             found |= {f"loss {step}": metrics.loss, f"norm {step}": metrics.grad_norm}
     for step, each in enumerate(gradients):
@@ -182,6 +203,16 @@ GEMMAS = """
 tp4 sp zero1 acc4 fixed
 pp2 dp2 zero3 acc4 zero-bubble full fixed
 """
+MASKS = """
+zero1 acc8 selective
+tp2 sp zero1 acc2 fixed
+dp2 zero3 acc2 fixed
+pp2 acc4 zero-bubble zero1 fixed
+"""
+DROPS = """
+dp2 tp2 zero2 acc2 full fixed
+pp2 acc8 zero1 fixed
+"""
 LONG = """
 dp2 tp2 sp zero3 acc4 fixed
 """
@@ -198,6 +229,8 @@ LAYOUTS = [
     *rows(SHORT),
     *rows(FULL, full=True),
     *rows(GEMMAS, "variation", config=GEMMA),
+    *rows(MASKS, "masks, tied, Muon", config=MASKED),
+    *rows(DROPS, "dropout", config=DROPPED),
     *rows(LONG, "llama, 50 steps", full=True, steps=50),
 ]
 
@@ -205,6 +238,28 @@ LAYOUTS = [
 @pytest.mark.parametrize("row", [row.parameter for row in LAYOUTS])
 def test_every_layout_has_the_bits_of_one_process(row, result):
     assert result(row) == []
+
+
+@pytest.mark.parametrize("exact_attention", [True, False])
+def test_documents_of_other_sequences_change_nothing(exact_attention):
+    """Rows of 200 tokens together and by themselves; a batch's attention alone does change."""
+    model, length = build(MASKED, SINGLE), 200
+    initialize(model, SEED)
+    for block in model.layers.values():
+        block.attn.scores.exact = exact_attention
+    seeded = torch.Generator().manual_seed(SEED)
+    tokens = torch.randint(VOCABULARY, (3, length), generator=seeded)
+    ends = torch.where(torch.arange(3)[:, None] == 1, 1, tokens % 90)
+    starts = document_starts(ends, 0)
+    with torch.no_grad():
+        together = model(tokens, documents=Documents.from_starts(starts)).view(3, length, -1)
+        same = [
+            torch.equal(
+                model(one, documents=Documents.from_starts(cut) if cut.any() else None), row
+            )
+            for one, cut, row in zip(tokens.split(1), starts.split(1), together, strict=True)
+        ]
+    assert all(same) == exact_attention
 
 
 def swapped(tree_add):
@@ -222,6 +277,19 @@ def last_first(parts):
 
 
 ADAMW, ADD = optimizer._adamw, Tree.add
+HOLDERS = exact.ExactReduction._gradient_holders
+
+
+def add_to_embedding(reduction):
+    """The parameters, after the gradient of a tied head has joined the embedding's tree."""
+    for weight in reduction.tied:
+        if weight.grad is not None:
+            embedding = next(p for name, p in HOLDERS(reduction) if name == "embed.weight")
+            embedding.grad.add_(weight.grad)
+            weight.grad = None
+    return HOLDERS(reduction)
+
+
 BOTH = ("a factor rounded before sums",)  # one process, too, and in it as often
 # a row, and what is damaged there: the row is to differ in a bit
 DAMAGES = {
@@ -264,6 +332,12 @@ DAMAGES = {
         optimizer,
         "_adamw",
         lambda trained, leaves, config, fused: ADAMW(trained, leaves, config),
+    ),
+    "a tied head in the embedding's tree": (
+        "zero1 acc4",
+        exact.ExactReduction,
+        "_gradient_holders",
+        add_to_embedding,
     ),
     "squares off the grid": (
         "dp4 zero1 fixed",
@@ -317,6 +391,7 @@ HALVES = [
     *half_rows(HALF, "llama"),
     *half_rows(HALF_FULL, "llama", full=True),
     *half_rows(GEMMAS, "variation", config=GEMMA),
+    *half_rows(MASKS, "masks, tied, Muon", full=True, config=MASKED),
     *half_rows(LONG, "llama, 50 steps", full=True, steps=50),
 ]
 
@@ -376,12 +451,13 @@ SHORT_DAMAGES = ("sequences swapped", "ranks swapped", "torch's SiLU")
 def compare_damaged(name: str) -> list[str]:
     """The first step with one damage, against one process without, or with it (BOTH)."""
     words, owner, attribute, value = DAMAGES[name]
-    layout, want = Layout.of(words), alone(EXACT, 1)
+    config = MASKED if "tied" in name else EXACT
+    layout, want = Layout.of(words), alone(config, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, attribute, value)
         want = run(SINGLE, Layout(), steps=1) if name in BOTH else want
         mesh = layout.mesh(torch.device("cpu"))
-        return differences(run(mesh, layout, steps=1), want)
+        return differences(run(mesh, layout, config, steps=1), want)
 
 
 def compare_fixed() -> list[str]:

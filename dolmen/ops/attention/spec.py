@@ -272,6 +272,15 @@ class Attend(NamedTuple):
             return self
         return self._replace(documents=self.documents.part(tokens, run))
 
+    def sequence(self, index: int) -> "Attend":
+        """Return the attention of one sequence of the batch by itself; without documents where it
+        is a single one.
+        """
+        if self.documents is None:
+            return self
+        one = self.documents.map_tensors(lambda t: t[index : index + 1])
+        return self._replace(documents=one if one.host_starts.any() else None)
+
     @property
     def plain(self) -> bool:
         """True if scores are products times a number (no soft cap, no ALiBi), as every kernel

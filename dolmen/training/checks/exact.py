@@ -25,12 +25,9 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "train.precision": (None,),
     "train.device": ("auto", "cpu"),
     "train.compile": (False,),
-    "train.dropout": (0.0,),
     "train.new_rows.share": (0.0,),
     "objective.name": ("tokens",),
     "data.rows": ("text",),
-    "data.document_mask": (False,),
-    "optimizer.name": ("adamw",),
     "adapter.rank": (None,),
     "layout.cp": (1,),
     "layout.ep": (1,),
@@ -39,11 +36,11 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 """The values of options that exact numerics cover."""
 COMPONENTS: dict[type, set[str]] = {
     EmbeddingSpec: {"rows", "scale"},
-    LMHeadSpec: {"scale"},
+    LMHeadSpec: {"scale", "tied", "soft_cap"},
     NormSpec: {"eps", "zero_centred"},
     SequentialResidual: {"norms", "residual", "residual_scale", "branch_scale"},
     AttentionSpec: {"heads", "kv_heads", "head_size", "positions", "scale"}
-    | {"q_bias", "k_bias", "v_bias"},
+    | {"q_bias", "k_bias", "v_bias", "window", "soft_cap", "clip"},
     MLPSpec: {"size", "gated", "activation"},
     RopeSpec: {"size", "theta", "scaling", "interleaved", "halved"},
 }
