@@ -20,6 +20,7 @@ name; no link is followed.
 
 import os
 import re
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -93,6 +94,17 @@ def clear_unfinished(folder: Path) -> None:
     for path in folder.glob(f"step-*{PARTIAL}"):
         if UNFINISHED.fullmatch(path.name) and path.is_dir():
             remove_checkpoint(path)
+
+
+def clear_own_files(folder: Path, rank: int) -> None:
+    """Delete the files of tensors of `rank` in unfinished saves, and of those the folders that are
+    empty then.
+    """
+    for path in folder.glob(f"step-*{PARTIAL}"):
+        for file in path.glob(f"__{rank}_*.distcp"):
+            file.unlink(missing_ok=True)
+        with suppress(OSError):  # other ranks have files there
+            path.rmdir()
 
 
 def commit(partial: Path) -> None:

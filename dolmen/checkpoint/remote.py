@@ -70,28 +70,20 @@ class RemoteCheckpoints:
                 steps[int(match[1])][match[2]] = stored
         return dict(sorted(steps.items()))
 
-    def pull(self, owned: bool) -> None:
-        """Make a local folder of each complete checkpoint at the URL, with its small files, unless
-        it is there. `owned`: the local folder is a copy of the URL and of nothing else, so that
-        other checkpoints are deleted from it, unless the URL has none; otherwise raises ValueError
-        for a local checkpoint of the same step with other content.
+    def drop_others(self, is_copy: bool) -> None:
+        """Compare the local checkpoints with those at the URL, if it has any. `is_copy`: the local
+        folder is a copy of the URL, so those that differ or are not there are deleted. Otherwise
+        raises ValueError for one of the same step with other content.
         """
-        complete = self.list_complete()
-        with storage.lock_file(storage.local_copy(self.url) / "pull"):
-            if owned and complete:
-                for step, path in folders.list_checkpoints(self.folder).items():
-                    if step not in complete or not self._is_same(step, path):
-                        folders.remove_checkpoint(path)
-            for step in complete:
-                path = folders.list_checkpoints(self.folder).get(step)
-                if path is None:
-                    self.pull_step(step)
-                elif not self._is_same(step, path):
-                    raise ValueError(
-                        f"the checkpoint of step {step} in {self.folder} is not that in "
-                        f"{self.url}: they are of different runs; give another --out or "
-                        "--checkpoint.to"
-                    )
+        complete = self._files or self.list_complete()
+        for step, path in folders.list_checkpoints(self.folder).items() if complete else ():
+            if step in complete and not self._is_same(step, path) and not is_copy:
+                raise ValueError(
+                    f"the checkpoint of step {step} in {self.folder} is not that in {self.url}: "
+                    "they are of different runs; give another --out or --checkpoint.to"
+                )
+            if is_copy and not (step in complete and self._is_same(step, path)):
+                folders.remove_checkpoint(path)
 
     def _is_same(self, step: int, path: Path) -> bool:
         """Return True if the local checkpoint has the seal of that at the URL."""
@@ -100,8 +92,11 @@ class RemoteCheckpoints:
         return False
 
     def _read(self, step: int, name: str) -> bytes:
-        """Read a small file of a complete checkpoint at the URL."""
-        stored = self._files[step][name]
+        """Read a small file of a complete checkpoint at the URL. Raises Damaged where it is
+        missing.
+        """
+        if (stored := self.find(step, name)) is None:
+            raise Damaged(f"{self.url}/{folders.name(step)} is damaged: it lacks {name}")
         return self._remote.read(f"{folders.name(step)}/{name}", stored, seal.LARGEST[name])
 
     def pull_step(self, step: int) -> Path:
@@ -110,21 +105,26 @@ class RemoteCheckpoints:
         still is left to readers, which raise Damaged.
         """
         final = self.folder / folders.name(step)
-        if self._is_same(step, final):
-            return final
+        with storage.lock_file(storage.local_copy(self.url) / final.name):
+            if not folders.is_whole(final):
+                self._pull_small_files(step, final)
+        return final
+
+    def _pull_small_files(self, step: int, final: Path) -> None:
+        """Download the files of a checkpoint that are not tensors, and give its folder the name
+        `final`.
+        """
         partial = final.with_name(final.name + folders.PARTIAL)
         if partial.exists():
             folders.remove_checkpoint(partial)
         partial.mkdir(parents=True)
         for _ in range(storage.DOWNLOADS):
-            for name in (METADATA, STATE, SEAL):
-                if name in self._files[step]:
-                    write.replace(partial / name, self._read(step, name))
             with suppress(Damaged):
+                for name in (SEAL, METADATA, STATE):
+                    write.replace(partial / name, self._read(step, name))
                 seal.read_sealed(partial)[0].read(METADATA)
                 break
         folders.commit(partial)
-        return final
 
     def open_step(self, step: int) -> "RemoteCheckpoint":
         """Return the checkpoint of `step` at the URL, for a reader of its local folder."""
@@ -181,6 +181,7 @@ class RemoteCheckpoints:
         """
         self._remote.write(f"{folders.name(step)}/{SET_ASIDE}", self._read(step, SEAL))
         self.begin(step)
+        self._files.pop(step, None)
 
 
 def read_seal(folder: Path) -> bytes:
@@ -221,6 +222,7 @@ def pull_model(url: str) -> Path:
     if step not in complete:
         raise ValueError(f"{url} is no complete checkpoint: complete are the steps {[*complete]}")
     storage.pull_files(run, lambda names: [n for n in names if n.startswith("tokenizer/")])
+    checkpoints.drop_others(is_copy=True)
     folder = checkpoints.pull_step(step)
     Reader(folder, checkpoints.open_step(step)).fetch_all()
     return folder

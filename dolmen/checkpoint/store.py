@@ -7,6 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from dolmen.checkpoint import folders, seal
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.reader import Reader
+from dolmen.checkpoint.remote import RemoteCheckpoints
 from dolmen.checkpoint.writer import Writer, pinned_for
 from dolmen.core.mesh import Mesh, background_group
 
@@ -49,14 +51,22 @@ class Checkpoints:
     `save`, `finish`, `put_aside`, `load` and `together` are collective: all ranks call them at the
     same point. One save is in progress at a time, by one run. Call `finish` before the process
     group is destroyed. `group`: of all ranks, for CPU tensors, and not used otherwise while a save
-    is in progress; by default a new one.
+    is in progress; by default a new one. `remote`: a URL where each checkpoint is saved too, and
+    from where files are read that the folder lacks.
     """
 
-    def __init__(self, folder: Path, mesh: Mesh, keep: int, group: dist.ProcessGroup | None = None):
+    def __init__(
+        self,
+        folder: Path,
+        mesh: Mesh,
+        keep: int,
+        group: dist.ProcessGroup | None = None,
+        remote: RemoteCheckpoints | None = None,
+    ):
         """Make a process group for background saves (collective), unless `group` is given or there
         is one process; no file is read.
         """
-        self.folder, self.keep = Path(folder), keep
+        self.folder, self.keep, self.remote = Path(folder), keep, remote
         self.pinned = pinned_for(mesh.device)
         self._saving: tuple[int, Future] | None = None
         if group is None and mesh.grid is not None:
@@ -76,7 +86,7 @@ class Checkpoints:
         # before anything is copied: a TypeError must not leave a save half begun
         state = json.dumps({"format": seal.FORMAT, **meta}, indent=1)
         self.finish()
-        writer = Writer(self.folder, step, state, self.keep, self.pinned)
+        writer = Writer(self.folder, step, state, self.keep, self.pinned, self._rank, self.remote)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         future = async_save(
             tensors,
@@ -134,6 +144,11 @@ class Checkpoints:
             )
         return checkpoints[step]
 
+    def open_reader(self, step: int) -> Reader:
+        """Open the checkpoint of `step`. Raises as `path` and Reader."""
+        remote = None if self.remote is None else self.remote.open_step(step)
+        return Reader(self.path(step), remote)
+
     def meta(self, step: int) -> dict:
         """Content of the checkpoint's state.json, as it was passed to `save`. Raises Damaged."""
         return seal.read_sealed(self.path(step))[1]
@@ -155,11 +170,18 @@ class Checkpoints:
 
         def rename() -> Path | None:
             """Rename the folder on rank 0; None on the others."""
-            return folders.put_aside(self.path(step)) if self._rank == 0 else None
+            if self._rank:
+                return None
+            if self.remote is not None:
+                self.remote.put_aside(step)
+            return folders.put_aside(self.path(step))
 
         # rank 0's result
         aside = self.together(step, rename)[0]
         assert aside is not None
+        if self.remote is not None:
+            with suppress(OSError):  # the copy of a host whose folder is not that of rank 0
+                folders.remove_checkpoint(self.folder / folders.name(step))
         return aside
 
     def load(self, step: int, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()) -> None:
@@ -175,7 +197,7 @@ class Checkpoints:
 
         def read() -> set:
             """Read this rank's part; return the stored parts that were read in part only."""
-            reader = Reader(self.path(step))
+            reader = self.open_reader(step)
             with torch.no_grad():
                 reader.load(tensors, elsewhere)
             return reader.partly
@@ -186,7 +208,7 @@ class Checkpoints:
             # each part once, by one rank: reading them again costs 1 / ranks of the checkpoint at
             # most
             mine = parts[self._rank :: len(partly)]
-            self.together(step, lambda: Reader(self.path(step)).verify(mine))
+            self.together(step, lambda: self.open_reader(step).verify(mine))
 
     def together(self, step: int, work: Callable[[], T]) -> list[T]:
         """Run `work()`, which concerns `step`, on each rank, and return the results of all ranks

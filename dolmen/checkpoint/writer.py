@@ -19,6 +19,7 @@ ends in a rename.
     background    plan: my part of each tensor                                  -> gather
                                                   prepare_global_plan: mkdir    -> scatter
                   write_data, fsync                                             -> gather
+                  upload, with a URL
                                                   finish: state.json, rename    -> broadcast
 
 `finish` runs when the results of all ranks' writes have arrived, and every rank's future resolves
@@ -47,7 +48,9 @@ from torch.futures import Future
 
 from dolmen.checkpoint import folders, seal
 from dolmen.checkpoint.metadata import find_numbers
+from dolmen.checkpoint.remote import RemoteCheckpoints
 from dolmen.core import state
+from dolmen.files.storage import StorageError
 
 ALIGNED = 256  # bytes: where a tensor may begin
 LARGEST = 1 << 32  # bytes of a chunk, unless a tensor is larger
@@ -161,16 +164,26 @@ ROOM = 2**20  # bytes: with fewer free, a write has failed for lack of them
 class Writer(FileSystemWriter):
     """DCP storage writer of the checkpoint of `step` in `folder`: complete or not at all. `state`:
     text of its state.json. `keep`: number of newest checkpoints that are kept. `pinned`: how to
-    copy from a GPU.
+    copy from a GPU. `remote`: the checkpoints at a URL, where it is saved too; hosts may then have
+    folders of their own.
     """
 
-    def __init__(self, folder: Path, step: int, state: str, keep: int, pinned: Pinned | None):
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        state: str,
+        keep: int,
+        pinned: Pinned | None,
+        rank: int = 0,
+        remote: RemoteCheckpoints | None = None,
+    ):
         # no copies ahead: the tensors are on the CPU, and DCP's thread would open a context on the
         # first GPU
         self.partial = folder / (folders.name(step) + folders.PARTIAL)
         super().__init__(self.partial, per_thread_copy_ahead=0)
         self.folder, self.step, self.state, self.keep = folder, step, state, keep
-        self.pinned = pinned
+        self.pinned, self.saving_rank, self.remote = pinned, rank, remote
 
     def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy this rank's part of each tensor to CPU memory, so that training may change them."""
@@ -182,8 +195,11 @@ class Writer(FileSystemWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged: rank 0 makes the folder in `prepare_global_plan`, which comes
-        before any rank's writes.
+        before any rank's writes. On a host without rank 0 the files of the save before, which were
+        uploaded, are deleted.
         """
+        if self.remote is not None:
+            folders.clear_own_files(self.folder, self.saving_rank)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -191,6 +207,8 @@ class Writer(FileSystemWriter):
         0.
         """
         folders.clear_unfinished(self.folder)
+        if self.remote is not None:
+            self.remote.begin(self.step)
         self.partial.mkdir(parents=True)
         return super().prepare_global_plan(plans)
 
@@ -199,9 +217,14 @@ class Writer(FileSystemWriter):
         reason where a write fails.
         """
         with explain_write_errors(self.partial):
+            if self.remote is not None:  # on a host whose folder is not that of rank 0
+                self.partial.mkdir(parents=True, exist_ok=True)
             results = super().write_data(plan, planner).value()
             done: Future[list[WriteResult]] = Future()
             done.set_result(self._sums(results))
+        if self.remote is not None:
+            names = sorted({result.storage_data.relative_path for result in results})
+            self.remote.upload(self.step, [self.partial / name for name in names])
         return done
 
     def _sums(self, results: list[WriteResult]) -> list[WriteResult]:
@@ -221,8 +244,8 @@ class Writer(FileSystemWriter):
         return write_results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write .metadata, state.json and the seal, rename the folder to its final name, and delete
-        old checkpoints; called on rank 0 after all ranks have written.
+        """Write .metadata, state.json and the seal, upload them, rename the folder to its final
+        name, and delete old checkpoints; called on rank 0 after all ranks have written.
         """
         with explain_write_errors(self.partial):
             super().finish(metadata, results)
@@ -237,8 +260,14 @@ class Writer(FileSystemWriter):
                 place = r.storage_data
                 files[place.relative_path].append((place.offset, place.length, r.crc))
             seal.write_seal(self.partial, files)
+        # complete at the URL first: what has its name here is there too
+        if self.remote is not None:
+            self.remote.finish(self.step, self.partial)
         folders.commit(self.partial)
         folders.prune(self.folder, self.keep, self.step)
+        if self.remote is not None:
+            with suppress(StorageError):  # the save is complete; the next one deletes them
+                self.remote.prune(self.keep, self.step)
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)

@@ -46,7 +46,7 @@ from dolmen.files import gate, kinds, write
 
 T = TypeVar("T")
 
-COPIES = "~/.cache/dolmen/storage"
+COPIES, RUNS = "~/.cache/dolmen/storage", "~/.cache/dolmen/runs"
 SUMS = ".dolmen-sums"
 UNFINISHED = b'{"unfinished": true}'
 BLOCK = 16 * 2**20  # bytes of one request of a download
@@ -330,6 +330,13 @@ def local_copy(url: str, inside: str | None = None) -> Path:
     if any(part in ("", ".", "..") for part in parts):
         raise ValueError(f"{url}: write the URL of a folder or file without empty parts and '..'")
     return expand(inside or COPIES).absolute().joinpath(scheme, *parts)
+
+
+def working_folder(url: str) -> Path:
+    """Path of the local folder in which a run works whose folder is a URL. Raises as
+    `local_copy`.
+    """
+    return local_copy(url, RUNS)
 
 
 def pull_file(url: str) -> Path | None:

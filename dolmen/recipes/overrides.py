@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from dolmen.core.config import Words, from_dict, from_words, option_types, unflatten
-from dolmen.core.filesystem import is_absent
+from dolmen.core.filesystem import is_absent, is_url
 from dolmen.core.messages import brief, cut, did_you_mean, unknown_options
 from dolmen.families import Family, Model
 from dolmen.families import start as models
 from dolmen.families.unknown import TRAINING
-from dolmen.files import gate, kinds
+from dolmen.files import gate, kinds, storage
 from dolmen.recipes import ON_THIS_MACHINE, RECIPES, WITH_INIT
 from dolmen.training.config import RunConfig
 from dolmen.training.request import LaunchOptions, TrainRequest, read_run
@@ -40,6 +40,8 @@ def load_run(name: str, adapt: bool = True, init: str | None = None) -> RunConfi
             run = WITH_INIT[name](run)
         return ON_THIS_MACHINE[name](run) if adapt and name in ON_THIS_MACHINE else run
     file = Path(name)
+    if is_url(name):
+        file = storage.pull_file(name) or file
     is_folder, is_file = (
         os.path.isdir(file),
         os.path.isfile(file),

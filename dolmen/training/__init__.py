@@ -29,4 +29,5 @@ Periodic work
     mfu.py            the peak that MFU is relative to
     profile.py, profile_table.py  the profile of a step
     folder.py         the files of a run, its lock, what may be deleted
+    mirror.py         the copy of a run at a URL
 """

@@ -45,6 +45,11 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves the last one only."""
     keep: Count = 2
     """Newest checkpoints kept; 0 keeps all."""
+    to: Name | None = None
+    """URL to which the run is uploaded too, such as s3://bucket/run: checkpoints as they are saved,
+    everything else with them and at the end. --resume downloads what --out lacks. Default: --out,
+    if that is a URL.
+    """
 
 
 TRACKER_NAMES = ("tensorboard", "wandb", "trackio")

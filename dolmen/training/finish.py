@@ -12,8 +12,8 @@ from dolmen.core.mesh import SINGLE
 from dolmen.core.messages import Failed, plural
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.quickstart_corpus import gzip_xz_bits
-from dolmen.files import gate, kinds
-from dolmen.training import evaluate, folder
+from dolmen.files import gate, kinds, storage
+from dolmen.training import evaluate, folder, mirror
 from dolmen.training.config import RunConfig
 from dolmen.training.resolve import open_model
 
@@ -37,9 +37,21 @@ def finish(run: RunConfig, out: Path) -> int:
         screen.print(report.table())
     if run.finish.sample is not None:
         _sample(screen, hf, run.finish.sample)
+    if run.checkpoint.to is not None:
+        _upload(run.checkpoint.to, out, hf if run.finish.export else None)
     screen.print()
     screen.print(_summary(run, outcome, out, report))
     return 0 if report is None or report.ok else 1
+
+
+def _upload(url: str, out: Path, exported: Path | None) -> None:
+    """Upload the files of the run that has ended, and its `exported` model. Raises Failed."""
+    try:
+        mirror.push_result(url, out, exported)
+    except storage.StorageError as error:
+        raise Failed(
+            f"the run is complete in {out}, but not at its URL: {error}; --resume uploads it again"
+        ) from None
 
 
 def _export(out: Path, to: Path) -> None:
@@ -127,6 +139,8 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
         table.add_row(
             "transformers", same if report.ok else "THE EXPORTED DIRECTORY DIFFERS, see above"
         )
+    if run.checkpoint.to is not None:
+        table.add_row("uploaded", run.checkpoint.to)
     written = [name for name in (*folder.WRITTEN, *folder.OPTIONAL) if (out / name).exists()]
     table.add_row("written", f"{out}/ {{{', '.join(written)}}}")
     table.add_row("next", _next(run, out))

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from dolmen.core.config import Count, Name, Positive, config, from_dict, to_dict
-from dolmen.files import gate, kinds, write
+from dolmen.core.filesystem import is_url
+from dolmen.files import gate, kinds, storage, write
 from dolmen.training.config import RunConfig
 
 
@@ -16,7 +17,10 @@ class LaunchOptions:
     """Folder and processes of a run: options that do not change what is trained."""
 
     out: Name | None = None
-    """Folder of the run. Default: that of the given config.yaml, else runs/NAME."""
+    """Folder of the run, or a URL such as s3://bucket/run: then the run works in a folder in
+    ~/.cache/dolmen/runs, and is uploaded as --checkpoint.to says. Default: that of the given
+    config.yaml, else runs/NAME.
+    """
     resume: bool = False
     """Resume from the newest complete checkpoint in --out. Without --layout.*, the layout is
     that of the recipe or file; a run's config.yaml has the one it was started with.
@@ -46,12 +50,24 @@ class TrainRequest:
         cls, config: RunConfig, handling: LaunchOptions, source: str | None
     ) -> "TrainRequest":
         """Return the request with the run's folder filled in: --out, else the folder of the
-        config.yaml that is the `source`, else runs/NAME.
+        config.yaml that is the `source`, else runs/NAME. A URL becomes a local folder and
+        --checkpoint.to. Raises ValueError where that names another URL.
         """
         default_out = (
-            Path(source or "").parent if _is_run_config(source) else Path("runs", config.name)
+            (source or "").rpartition("/")[0] or "."
+            if _is_run_config(source)
+            else str(Path("runs", config.name))
         )
-        return cls(config, replace(handling, out=handling.out or str(default_out)), source)
+        out = (handling.out or default_out).rstrip("/") or "/"
+        if is_url(out):
+            if config.checkpoint.to not in (None, out):
+                raise ValueError(
+                    f"--out {out} is a URL, and --checkpoint.to {config.checkpoint.to} another: "
+                    "give one of the two, or a local --out"
+                )
+            config = replace(config, checkpoint=replace(config.checkpoint, to=out))
+            out = str(storage.working_folder(out))
+        return cls(config, replace(handling, out=out), source)
 
     @property
     def out(self) -> Path:
@@ -61,11 +77,12 @@ class TrainRequest:
 
 
 def _is_run_config(source: str | None) -> bool:
-    """Return whether `source` is the config.yaml of a run's folder: there are checkpoints beside
-    it.
+    """Return whether `source` is the config.yaml of a run: its folder has checkpoints, or it is at
+    a URL.
     """
     file = Path(source or "")
-    return file.name == "config.yaml" and (file.parent / "checkpoints").is_dir()
+    has_checkpoints = is_url(source or "") or (file.parent / "checkpoints").is_dir()
+    return file.name == "config.yaml" and has_checkpoints
 
 
 def read_run(file: Path) -> RunConfig:

@@ -27,11 +27,11 @@ from dolmen.launch import process
 from dolmen.launch.watchdog import Watch
 from dolmen.optim.optimizer import DTYPES
 from dolmen.rl.prompts import PromptLoader
-from dolmen.training import batches, folder, loop, mfu, reference, report
+from dolmen.training import batches, folder, loop, mfu, mirror, reference, report
 from dolmen.training.batches import Batches
 from dolmen.training.checks.run import check_profile
 from dolmen.training.checks.warn import warnings
-from dolmen.training.config import RunConfig
+from dolmen.training.config import CheckpointConfig, RunConfig
 from dolmen.training.hooks import TrainingHooks
 from dolmen.training.initialize import make_critic, make_pretraining, make_state
 from dolmen.training.loop import Stop, report_recompile_limit, train_steps
@@ -140,7 +140,7 @@ def run_training(
             start,
             stop or Stop(),
             watch or Watch(out / "hang", mesh.rank, mesh.size, None, print),
-            Checkpoints(out / "checkpoints", mesh, resolved.config.checkpoint.keep),
+            open_checkpoints(resolved.config.checkpoint, out, mesh),
             started_at,
             on_metrics,
         )
@@ -155,6 +155,12 @@ def run_training(
             references = reference.add_reference_logprobs(resolved, state, loader, mesh, out)
         with _lock(job):
             return _train(job, state, references)
+
+
+def open_checkpoints(config: CheckpointConfig, out: Path, mesh: Mesh) -> Checkpoints:
+    """Return the checkpoints of the run in the folder `out`, and at its URL, if it has one."""
+    remote = None if config.to is None else mirror.open_checkpoints(config.to, out)
+    return Checkpoints(out / "checkpoints", mesh, config.keep, remote=remote)
 
 
 def prepare(config: RunConfig, out: Path, mesh: Mesh, start: StartMode) -> Prepared:

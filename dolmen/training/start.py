@@ -45,6 +45,7 @@ from dolmen.data.base_loader import Loader
 from dolmen.data.sources import resolve_sources
 from dolmen.files import gate
 from dolmen.optim import optimizer as optim
+from dolmen.training import mirror
 from dolmen.training.checks.folder import (
     check_overwrite,
     check_resume,
@@ -52,7 +53,7 @@ from dolmen.training.checks.folder import (
     check_same_optimizer,
 )
 from dolmen.training.config import RunConfig
-from dolmen.training.folder import OWNER, Unusable, check_folder
+from dolmen.training.folder import OWNER, Unusable
 from dolmen.training.request import TrainRequest
 from dolmen.training.resolve import fill_in_length
 from dolmen.training.state import TrainState
@@ -285,7 +286,8 @@ def _check(request: TrainRequest) -> None:
     request.
     """
     handling = request.handling
-    check_folder(request.out, handling.resume, handling.overwrite)
+    to = request.config.checkpoint.to
+    mirror.check_out(request.out, to, handling.resume, handling.overwrite)
     if handling.overwrite:
         data, pretraining = request.config.data, request.config.ppo.pretraining_path
         named = (data.path, [data.validation] if data.validation else (), pretraining)

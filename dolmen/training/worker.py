@@ -31,14 +31,16 @@ from dolmen.core.device import keep_freed_memory
 from dolmen.core.environment import Launch
 from dolmen.core.log import console
 from dolmen.core.messages import BadInput, Failed, as_bad_input, escape
+from dolmen.files.storage import StorageError
 from dolmen.launch import launcher, process, rendezvous
 from dolmen.launch.watchdog import Watch, network_limit
 from dolmen.rl import environment, rewards
+from dolmen.training import mirror
 from dolmen.training.checks.folder import check_overwrite, check_resume
 from dolmen.training.checks.run import check_evaluation, validate
 from dolmen.training.config import RunConfig
 from dolmen.training.finish import finish
-from dolmen.training.folder import Unusable, check_folder
+from dolmen.training.folder import Unusable
 from dolmen.training.loop import Stop
 from dolmen.training.metrics import MetricsCallback
 from dolmen.training.request import TrainRequest
@@ -155,7 +157,9 @@ def prepare(
     config, out, handling = request.config, request.out, request.handling
     with as_bad_input():
         if starts:
-            check_folder(out, handling.resume, handling.overwrite)
+            mirror.check_out(out, config.checkpoint.to, handling.resume, handling.overwrite)
+        if handling.resume and config.checkpoint.to is not None:
+            mirror.pull_run(config.checkpoint.to, out)
         resolved = resolve(config, processes, checkpoint_to_resume(out, handling.resume))
         validate(resolved)
         config = resolved.config
@@ -219,6 +223,9 @@ def worker(
         start = _start(request, started, device, refusal)
         if start.resumed != request.handling.resume:
             prepared = None  # a restart: what the run started from may be gone since
+        # and it may be on a host that has nothing of the run
+        if start.resumed and config.checkpoint.to is not None:
+            mirror.pull_run(config.checkpoint.to, out)
         mesh = config.layout.resolve(dist.get_world_size()).mesh(device, limit)
         watch = Watch(
             out / "hang",
@@ -242,9 +249,10 @@ def worker(
         if mesh.first:
             summary(outcome, out)
         if mesh.first and outcome.signal:
+            config_file = f"{escape(config.checkpoint.to or out)}/config.yaml"
             print(
                 f"stopped by signal {outcome.signal} after step {outcome.steps}, checkpoint "
-                f"saved; resume with dolmen train {escape(out)}/config.yaml --resume",
+                f"saved; resume with dolmen train {config_file} --resume",
                 flush=True,
             )
         # no rank leaves before the first has written the summary
@@ -281,7 +289,7 @@ def explain_errors(out: Path) -> Iterator[None]:
         yield
     except (Damaged, Unusable) as error:
         raise BadInput(str(error)) from None
-    except NotSaved as error:
+    except (NotSaved, StorageError) as error:
         raise Failed(str(error)) from None
     except (FloatingPointError, determinism.NotDeterministic) as error:
         raise Failed(str(error), final=True) from None

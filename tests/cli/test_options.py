@@ -173,7 +173,7 @@ AFTER = f"""
     train.fp8.amax-history train.fp8.amax-compute train.fp8.margin train.fp8.scale-interval
     train.exact.tp train.router.balance train.router.aux-loss-coef train.router.z-loss-coef
     train.router.bias-rate train.new-rows.share train.new-rows.first
-    checkpoint.every checkpoint.keep
+    checkpoint.every checkpoint.keep checkpoint.to
     log.verbose log.no-verbose log.every log.validate-every log.profile log.to
     log.validate-sources log.no-validate-sources
     log.validation-tokens

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from dolmen.checkpoint import saved as saved_state
 from dolmen.checkpoint.folders import Damaged
-from dolmen.checkpoint.reader import Reader
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.conversion import peft
 from dolmen.core.config import changed_options
@@ -20,7 +19,7 @@ from dolmen.model.spec import LoraSpec, ScalarHeadSpec
 from dolmen.model.training import Training
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rl.rewards import is_reward_model, parse_rewards
-from dolmen.training import folder, metrics
+from dolmen.training import folder, metrics, mirror
 from dolmen.training.config import RunConfig
 
 
@@ -75,12 +74,14 @@ def check_resume(run: RunConfig, out: Path) -> None:
         )
     # raises Refused where the path is a folder, say
     metrics.read_metrics(out / "metrics.jsonl")
-    saved = Checkpoints(out / "checkpoints", SINGLE, keep=0)
+    to = run.checkpoint.to
+    remote = None if to is None else mirror.open_checkpoints(to, out)
+    saved = Checkpoints(out / "checkpoints", SINGLE, keep=0, remote=remote)
     step = saved.newest()
     if step is None:
         return
     try:
-        reader = Reader(saved.path(step))
+        reader = saved.open_reader(step)
         reader.check_files()
         checkpoint_state = saved_state.read_saved(reader.state, saved.path(step))
     except Damaged as error:

@@ -1,0 +1,134 @@
+"""The copy of a run at a URL (--checkpoint.to, or a URL as --out): what is uploaded and when, and
+how a machine that has nothing of the run resumes it.
+
+    local folder of the run                     s3://bucket/run
+    config.yaml, metrics.jsonl, tokenizer/ -->  before each checkpoint's seal, and at the end
+    checkpoints/step-NNNNNNNN/             -->  by each rank as it saves (checkpoint/remote.py)
+    hf/                                    -->  at the end, with checksums
+
+    a resume  <--  what the local folder lacks, of the newest complete checkpoint's time
+
+A run works in a local folder all the time: objects can neither be appended to, nor locked, nor
+renamed. With a URL as --out that folder is `storage.working_folder`, and it is a copy of the URL
+and of nothing else: a run that is resumed on another machine, and later on this one again,
+continues what is at the URL.
+"""
+
+import re
+from pathlib import Path
+
+from dolmen.checkpoint import folders
+from dolmen.checkpoint.remote import RemoteCheckpoints
+from dolmen.files import gate, storage
+from dolmen.files.storage import RemoteFolder
+from dolmen.training.folder import FORMS, LIST, Unusable, check_folder
+
+MIRRORED = (
+    *(LIST, "config.yaml", "metrics.jsonl", "history.jsonl", "samples.jsonl", "loss.png"),
+    *("calibration.png", "summary.json", "tokenizer", "reference", "rollouts"),
+)
+"""Names in a run's folder that are uploaded with each checkpoint, and downloaded by a resume."""
+
+
+def check_out(out: Path, to: str | None, resume: bool, overwrite: bool) -> None:
+    """Check the run's folder, and its URL `to`, before anything is written. Raises ValueError as
+    `check_folder` and `check_url`.
+    """
+    check_folder(out, resume, overwrite)
+    if to is not None:
+        check_url(to, resume, overwrite)
+
+
+def check_url(url: str, resume: bool, overwrite: bool) -> None:
+    """Raise ValueError where objects are at the URL of a run, unless it resumes, or where the
+    storage cannot be used; StorageError where it does not answer.
+    """
+    files = RemoteFolder(url).files()
+    if files and overwrite:
+        raise Unusable(
+            f"--overwrite deletes no objects: delete {url} yourself, or give another --out or "
+            "--checkpoint.to"
+        )
+    if files and not resume:
+        holds = "contains a run" if LIST in files else f"contains {len(files):,} objects"
+        raise Unusable(
+            f"{url} already {holds}: use --resume to continue it, or another --out or "
+            "--checkpoint.to"
+        )
+
+
+def open_checkpoints(url: str, out: Path) -> RemoteCheckpoints:
+    """Return the checkpoints of the run in the folder `out` at its URL."""
+    return RemoteCheckpoints(f"{url}/checkpoints", out / "checkpoints", RunUploader(out, url))
+
+
+def pull_run(url: str, out: Path) -> None:
+    """Bring the run's local folder up to the newest complete checkpoint at the URL: its small
+    files, and the other files of the run. Tensors are downloaded when they are read. A local folder
+    that is further, or as far, stays as it is. Raises Unusable where local checkpoints are of
+    another run, and StorageError.
+    """
+    checkpoints = open_checkpoints(url, out)
+    # ranks of a host wait: the first one downloads
+    with storage.lock_file(storage.local_copy(url) / "run"):
+        complete = checkpoints.list_complete()
+        checkpoints.drop_others(is_copy=out == storage.working_folder(url))
+        newest = max(folders.list_checkpoints(out / "checkpoints"), default=-1)
+        if max(complete, default=-1) > newest:
+            _pull_files(url, out)
+        for step in complete:
+            checkpoints.pull_step(step)
+
+
+def _pull_files(url: str, out: Path) -> None:
+    """Download the files of a run besides checkpoints and exports, over those that are there."""
+    remote = RemoteFolder(url)
+    for name, stored in remote.files().items():
+        first = name.partition("/")[0]
+        is_known = first in FORMS and re.fullmatch(FORMS[first].files, name) is not None
+        # a tokenizer may have files of any name
+        if first in MIRRORED and (is_known or re.fullmatch(r"tokenizer/[^/]+", name)):
+            storage.write_into(out, name)
+            remote.download(name, stored, out / name)
+
+
+class RunUploader:
+    """Uploads the files of a run besides checkpoints and exports, those that have changed since it
+    last did.
+    """
+
+    def __init__(self, out: Path, url: str):
+        self.out, self.url = out, url
+        self._uploaded: dict[str, tuple[int, int]] = {}  # name -> size and time
+
+    def __call__(self) -> None:
+        """Upload what has changed; of rollouts that are gone delete the objects. Raises
+        StorageError.
+        """
+        remote, present = RemoteFolder(self.url), {}
+        for first in MIRRORED:
+            path = self.out / first
+            for file in [path] if path.is_file() else sorted(path.rglob("*")):
+                if file.is_file() and file.suffix != ".part":
+                    status = file.stat()
+                    name = str(file.relative_to(self.out))
+                    present[name] = status.st_size, status.st_mtime_ns
+        for name, state in present.items():
+            if self._uploaded.get(name) == state:
+                continue
+            if name.endswith(".jsonl"):  # rows are appended meanwhile
+                remote.write(name, gate.read_bytes(self.out / name, 2**40))
+            else:
+                remote.upload(self.out / name, name)
+        for name in self._uploaded.keys() - present:
+            remote.delete(name)
+        self._uploaded = present
+
+
+def push_result(url: str, out: Path, exported: Path | None) -> None:
+    """Upload what a run has written at its end: its files, and the `exported` model if it has one.
+    Raises StorageError.
+    """
+    RunUploader(out, url)()
+    if exported is not None:
+        storage.push_folder(exported, f"{url}/{exported.name}")

@@ -1,0 +1,86 @@
+"""Runs whose --out is a URL: a machine that has nothing of the run resumes it, bit by bit; what is
+at the URL is never overwritten. A machine is a home directory.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import tinyrun
+from tinyrun import dolmen, losses, same, tensors
+
+from dolmen.files import storage
+
+material, one_thread = tinyrun.material, tinyrun.one_thread
+FIXED = ("--optimizer.schedule", "constant", "--log.validate-every", 0, "--checkpoint.every", 2)
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """machine(name): from now on, commands run on that machine, which is new or known."""
+
+    def move(name: str) -> Path:
+        (tmp_path / name).mkdir(exist_ok=True)
+        monkeypatch.setattr(storage, "COPIES", str(tmp_path / name / "storage"))
+        monkeypatch.setattr(storage, "RUNS", str(tmp_path / name / "runs"))
+        return tmp_path / name
+
+    move("first")
+    return move
+
+
+def test_resumed_on_another_machine_is_bitwise_never_moved(material, tmp_path, machine):
+    url, calm = f"file://{tmp_path}/bucket/run", tmp_path / "calm"
+    words = ("train", material.file, *FIXED, "--train.steps")
+    assert dolmen(*words, 6, "--out", calm).code == 0
+    result = dolmen(*words, 4, "--out", url)
+    assert result.code == 0, result.err
+    assert not dolmen(*words, 4, "--out", url).code == 0
+    refused = dolmen(*words, 4, "--out", url, "--overwrite")
+    assert refused.code == 2 and "--overwrite deletes no objects: delete file://" in refused.words
+    machine("second")
+    refused = dolmen(*words, 4, "--out", url)
+    assert refused.code == 2 and f"{url} already contains a run: use --resume" in refused.words
+    # of its config.yaml, which has the URL
+    result = dolmen("train", f"{url}/config.yaml", "--resume", "--train.steps", 6)
+    assert result.code == 0 and "resuming from step 4" in result.out, result.err
+    working = storage.working_folder(url)
+    assert losses(working) == losses(calm)
+    assert same(tensors(working, 6), tensors(calm, 6))
+    # back on the first machine, whose copy is older
+    machine("first")
+    result = dolmen(*words, 6, "--out", url, "--resume")
+    assert result.code == 0 and "resuming from step 6" in result.out, result.err
+    assert losses(storage.working_folder(url)) == losses(calm)
+
+
+def test_a_local_run_is_uploaded_too(material, tmp_path, machine):
+    """With --checkpoint.to; its export has checksums, and its model can be opened by its URL."""
+    url, out = f"file://{tmp_path}/bucket/run", tmp_path / "out"
+    words = ("--out", out, "--checkpoint.to", url, "--train.steps", 2, "--finish.export")
+    result = dolmen("train", material.file, *FIXED, *words)
+    assert result.code == 0 and url in result.out, result.err
+    there = tmp_path / "bucket/run"
+    for name in ("config.yaml", "metrics.jsonl", "summary.json", "hf/config.json", ".dolmen"):
+        assert (there / name).read_bytes() == (out / name).read_bytes()
+    shutil.rmtree(out)
+    machine("second")
+    assert dolmen("export", url, "--to", tmp_path / "exported").code == 0
+    weights = (tmp_path / "exported/model.safetensors").read_bytes()
+    assert weights == (there / "hf/model.safetensors").read_bytes()
+    assert dolmen("export", f"{url}/hf", "--to", tmp_path / "again").code == 0
+    damaged = bytearray(weights)
+    damaged[-1] ^= 1
+    (there / "hf/model.safetensors").write_bytes(damaged)
+    refused = dolmen("export", f"{url}/hf", "--to", tmp_path / "third")
+    assert refused.code == 2 and "model.safetensors: is not what was uploaded" in refused.words
+
+
+def test_two_urls(material, tmp_path):
+    refused = dolmen(
+        "train", material.file, "--out", "memory://a/run", "--checkpoint.to", "memory://b/run"
+    )
+    assert refused.code == 2
+    assert "--out memory://a/run is a URL, and --checkpoint.to memory://b/run another" in (
+        refused.words
+    )
