@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from dolmen.core.filesystem import expand
-from dolmen.core.messages import divisor, plural
+from dolmen.core.messages import brief, cut, divisor, one_line, plural, printable
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,17 @@ from dolmen.core.messages import divisor, plural
 )
 def test_counted(words, text):
     assert plural(*words) == text
+
+
+def test_a_message_is_one_line_that_a_terminal_shows():
+    """Every character of the first planes, and what is cut."""
+    for letter in map(chr, range(0x11000)):
+        shown = printable(letter)
+        assert shown.isprintable() and (shown == letter) == letter.isprintable()
+        assert letter.isprintable() or shown.isascii()
+    assert one_line("a\nb\u202ec\x1b").isprintable()
+    assert cut("x" * 80) == "x" * 80 and brief("x") == "'x'"
+    assert cut("x" * 81) == "x" * 77 + "... (81 characters)"
 
 
 def test_divisor():

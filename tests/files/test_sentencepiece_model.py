@@ -73,6 +73,7 @@ def test_other_models_are_refused(content):
     for damaged, told in (
         (b"", "it has 0 pieces"),
         (twice, "a duplicate piece"),
+        (content + record(1, record(1, b"<?>") + record(3, 2)), "it has 2 unknown pieces"),
         (content[:-5], "truncated"),
         (content + b"\x0b", "wire type 3"),
         (content + b"\x0a" + b"\xff" * 11, "more than 10 bytes"),

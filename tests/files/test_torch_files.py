@@ -236,3 +236,19 @@ def test_what_is_large_has_long_sizes(tmp_path, monkeypatch):
     assert torch.equal(torch.load(file)["w"], value)
     stored = tensors(load(file), file)["w"]
     assert stored.offset % 64 == 0 and torch.equal(stored.read(), value)
+
+
+def test_two_meanings_of_one_name_are_refused(tmp_path):
+    """Of a tensor, in nested mappings; of a storage, in a pickle."""
+    view = torch_files.StoredView(
+        torch_files.Storage("0", torch.float32, 4), 0, (4,), (1,), torch.float32
+    )
+    with pytest.raises(Refused, match="holds a.b twice"):
+        tensors({"a": {"b": view}, "a.b": view}, tmp_path / "x.pt")
+    storages: dict[str, torch_files.Storage] = {}
+    whole = ("storage", torch.float32, "0", "cpu", 4)
+    first = torch_files._resolve_storage(whole, storages)
+    assert torch_files._resolve_storage(whole, storages) is first
+    for other in ((*whole[:1], torch.float64, *whole[2:]), (*whole[:4], 5)):
+        with pytest.raises(pickle.UnpicklingError, match="storage 0 is described in two ways"):
+            torch_files._resolve_storage(other, storages)

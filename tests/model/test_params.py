@@ -14,6 +14,8 @@ from dolmen.model.decoder import Decoder
 from dolmen.model.layers import is_partial, placements
 from dolmen.model.spec import (
     AttentionSpec,
+    LoraSpec,
+    NormSpec,
     PositionTable,
     ScalarHeadSpec,
     check_sharding,
@@ -157,3 +159,39 @@ def test_what_no_module_computes_is_refused(monkeypatch):
     table = replace(GPT2.spec.embedding, positions=PositionTable(8, offset=2))
     with pytest.raises(ValueError, match="Table.offset is 2: only 0 is supported"):
         Decoder(replace(GPT2.spec, embedding=table))
+
+
+LAYERNORM = NormSpec("layernorm")
+
+
+def attention(of, norm) -> AttentionSpec:
+    return AttentionSpec(2, 1, 8, qk_norm=norm, qk_norm_of=of)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: NormSpec(affine=False), "only a layernorm without bias may have none"),
+        (lambda: NormSpec("layernorm", bias=True, affine=False), "only a layernorm without bias"),
+        (lambda: NormSpec("layernorm", zero_centred=True), "is zero-centred: only rmsnorm may be"),
+        (lambda: attention("width", LAYERNORM), "qk_norm of width is .*: only rmsnorm without"),
+        (lambda: attention("each head", NormSpec()), "qk_norm of each head .*: only layernorm"),
+        (lambda: attention("each head", replace(LAYERNORM, bias=True)), "without bias"),
+    ],
+)
+def test_combinations_that_no_kernel_computes_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_combinations_that_kernels_compute_are_specs():
+    assert NormSpec("layernorm", affine=False) and NormSpec(zero_centred=True)
+    kinds = (("heads", LAYERNORM), ("heads", NormSpec(bias=False)), ("width", NormSpec()))
+    for of, norm in (*kinds, ("each head", LAYERNORM), ("width", None)):
+        assert attention(of, norm).qk_norm is norm
+
+
+def test_adapters_of_no_parameter_are_refused():
+    params = Flat().spec.params
+    with pytest.raises(KeyError, match="1 targets of adapters are not parameters, e.g. .'nowhere'"):
+        LoraSpec(2, 4.0, frozenset({*list(params)[:1], "nowhere"})).add_params(params)

@@ -26,14 +26,17 @@ from dolmen.families import edit
 from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.objectives.config import ObjectiveConfig
+from dolmen.ops.fp8_recipe import Fp8Config
 from dolmen.optim.config import MuonConfig
 from dolmen.planning.config import DryrunRequest
 from dolmen.recipes import RECIPES
 from dolmen.recipes.overrides import build_request
-from dolmen.rl.config import CriticConfig, PPOConfig
+from dolmen.rl.config import CriticConfig, PPOConfig, RolloutConfig
 from dolmen.training.checks.folder import check_overwrite, check_same_model, check_same_optimizer
+from dolmen.training.checks.rollout import check_group_size
 from dolmen.training.checks.run import check_exportable, check_layout, validate_computation
 from dolmen.training.config import FinishConfig, RunConfig, TrainConfig
+from dolmen.training.evaluate import read_prompts
 from dolmen.training.request import write_config
 from dolmen.training.resolve import Data, resolve, resolve_model
 from dolmen.training.start import changes_since
@@ -211,6 +214,24 @@ def test_compiled_blocks_need_a_schedule_that_computes_backward_at_once(material
         with pytest.raises(ValueError, match=match) if refused else nullcontext():
             check_layout(run)
         check_layout(replace(run, train=replace(run.train, compile=False)))
+
+
+def test_what_equal_rewards_or_no_prompt_would_make_useless_is_refused(tmp_path):
+    alone = RolloutConfig(num_generations=1, advantage_estimator="reinforce-plus-plus")
+    check_group_size(alone)
+    with pytest.raises(ValueError, match=r"max-resamples \(2\) replaces groups with equal rewards"):
+        check_group_size(replace(alone, max_resamples=2))
+    check_group_size(replace(alone, max_resamples=2, num_generations=2))
+    with pytest.raises(ValueError, match="must be at least 2: rollout.advantage-estimator grpo"):
+        check_group_size(replace(alone, advantage_estimator="grpo"))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(" \n\n")
+    with pytest.raises(ValueError, match="no line has a prompt"):
+        read_prompts(str(prompts))
+    prompts.write_text("a\n\n b\n")
+    assert read_prompts(str(prompts)) == ["a", " b"]
+    with pytest.raises(ValueError, match="train.fp8.margin is set, but 8-bit training is off"):
+        TrainConfig(fp8=Fp8Config(margin=1))
 
 
 def test_a_dry_run_compares_the_critic_with_the_model(material, tmp_path):
