@@ -5,6 +5,7 @@ stopped goes on as it would have.
 import json
 import math
 import shutil
+from copy import copy
 from dataclasses import replace
 from unittest import mock
 
@@ -182,6 +183,24 @@ def test_the_reference_is_the_start(pairs, tmp_path):
     assert not seen & held and len(held) > 1
     assert seen | held <= {(row["chosen"], row["rejected"]) for row in PAIRS}
     assert "skipped: 1 pair with equal completions" in loader.description.changes
+
+
+def test_stored_log_probabilities_are_of_the_same_rows(pairs):
+    """Each array of which they are a function changes their key, and nothing else does."""
+    config, loader = made(pairs)
+    rows = loader.mixture
+    key = reference._key("weights", config, rows)
+    for changed in ("tokens", "trained", "offsets", "weights"):
+        array = np.array(getattr(rows.examples, changed))
+        array[-1] += 1
+        other = copy(rows)
+        other.examples = replace(rows.examples, **{changed: array})
+        assert (reference._key("weights", config, other) == key) == (changed == "weights")
+    swapped = copy(rows)
+    swapped.chosen = rows.chosen[::-1]
+    half = replace(config, train=replace(config.train, dtype="bfloat16"))
+    others = [("weights", config, swapped), ("others", config, rows), ("weights", half, rows)]
+    assert key not in {reference._key(*other) for other in others}
 
 
 def test_another_reference(pairs, tmp_path):

@@ -153,6 +153,25 @@ def test_the_self_test_names_what_breaks(monkeypatch, material):
         self_test.check_machine(spec, Exact(2, 10), 4, SINGLE)
 
 
+@pytest.mark.parametrize("place", [(0, 0), (-1, -1), (-1, 0), (0, -1)])
+def test_the_self_test_sees_the_first_leaf_and_the_last(monkeypatch, place):
+    """Of a whole product one number has another last bit, in a corner; each leaf by itself has
+    not.
+    """
+    right = invariant.product
+
+    def product(a, b):
+        out = right(a, b)
+        if (len(a), b.shape[1]) == (64, 40):
+            out[place] *= 1 + 2**-20
+        return out
+
+    monkeypatch.setattr(invariant, "product", product)
+    found = self_test.find_broken_product([shape()])
+    first_or_last = place[0] == place[1]
+    assert (found is not None and "part of 32 x 20" in found) == first_or_last
+
+
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="breaks known of MKL")
 def test_the_self_test_sees_what_is_not_padded(monkeypatch):
     monkeypatch.setattr(invariant, "product", torch.mm)
