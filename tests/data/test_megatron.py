@@ -3,6 +3,7 @@ blended_dataset.py and helpers.cpp of megatron/core/datasets): one index at a ti
 """
 
 import math
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -154,6 +155,9 @@ def test_text_is_a_data_set_of_its_documents(documents, load, tmp_path):
     ids = [[*loader.tokenizer.encode(text), 0] for text in texts]
     plain, *_ = plain_samples([*map(len, ids)], 0, 32, 16, 40, 0)
     assert windows(loader, 40) == [[ids[d][at] for d, at in row] for row in plain[:40]]
+    read = [[d for d, _ in groupby(d for d, _ in row)] for row in plain[:40]]
+    named = [line for step in range(10) for line in loader.documents(step)]
+    assert named == [f"{documents}: sequences {', '.join(map(str, row))}" for row in read]
     assert loader.validation_bytes == sum(len(text.encode()) for text in texts[32:])
     assert [file.name for file in loader.validation_files] == [f"{n}.txt" for n in range(32, 40)]
     judged = load(documents, order="megatron", steps=10, validation=str(documents / "39.txt"))
