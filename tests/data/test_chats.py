@@ -4,6 +4,8 @@ packed, and what a batch of them is, each against a plain reading of the same.
 
 import json
 import random
+from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from test_sources import write_parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from dolmen.data import readers
 from dolmen.data.config import DataConfig
 from dolmen.data.examples import chat_of, chats
 from dolmen.data.packing import pack, pack_pairs
@@ -134,6 +137,17 @@ def test_the_bytes_of_a_row_are_bounded(tmp_path):
         DataConfig(rows="chats", max_row_bytes=0)
     with pytest.raises(ValueError, match="max-row-bytes are for chats"):
         DataConfig(max_row_bytes=100)
+
+
+def test_a_json_file_may_be_just_as_long_as_the_bound(tmp_path, monkeypatch):
+    """One byte more is refused by the bound, and not as damaged."""
+    file = tmp_path / "a.json"
+    file.write_text('[{"text": "a"}]')
+    for size, fits in ((15, True), (14, False)):
+        monkeypatch.setattr(readers, "ROWS", replace(readers.ROWS, size=size))
+        refused = pytest.raises(ValueError, match="a.json: more than 14 bytes, the most")
+        with nullcontext() if fits else refused:
+            assert [row for row, _ in readers.json_rows(file)] == [{"text": "a"}]
 
 
 def trained(tokenizer: PreTrainedTokenizerFast, text: str, train_on: str, messages=TWICE) -> list:
