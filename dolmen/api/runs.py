@@ -29,7 +29,7 @@ from dolmen.training.config import RunConfig
 from dolmen.training.metrics import MetricsCallback, read_metrics
 from dolmen.training.run import Outcome
 from dolmen.watching import page
-from dolmen.watching.config import ShowConfig
+from dolmen.watching.page import ShowConfig
 
 
 class RunFolder(PosixPath):

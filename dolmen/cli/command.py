@@ -49,7 +49,7 @@ CONFIGS = {
     "evaluate": "dolmen.evaluation.config.EvaluateConfig",
     "schedule": "dolmen.planning.config.ScheduleOptions",
     "plan": "dolmen.planning.config.PlanConfig",
-    "show": "dolmen.watching.config.ShowConfig",
+    "show": "dolmen.watching.page.ShowConfig",
 }
 PARTS = {
     "vocab": (

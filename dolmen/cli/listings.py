@@ -12,8 +12,7 @@ from dolmen.families import checked, families
 from dolmen.model import count
 from dolmen.recipes import RECIPES
 from dolmen.watching import page
-from dolmen.watching.config import ShowConfig
-from dolmen.watching.page import write_page
+from dolmen.watching.page import ShowConfig, write_page
 
 
 def run_recipes(_: RecipesOptions) -> int:

@@ -3,5 +3,4 @@
 run.py      the files of a run's folder, read while they grow
 series.py   numbers by step, thinned
 page.py     one HTML file, and a server that keeps it up to date
-config.py   options of `show`
 """

@@ -19,14 +19,16 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
+from pydantic import Field
+
+from dolmen.core.config import Mark, Name, Port, config
 from dolmen.core.messages import os_error_as_value, plural
 from dolmen.files import gate, write
 from dolmen.pages.page import figure as figure_html
 from dolmen.pages.page import fill
-from dolmen.watching.config import ShowConfig
 from dolmen.watching.run import WatchedRun, differing, labels
 
 # Runs as one page that opens anywhere: HTML with its data, its style and its script in it, and
@@ -35,6 +37,38 @@ from dolmen.watching.run import WatchedRun, differing, labels
 #
 # Everything that comes from a run's files is in one block of JSON, in which nothing can end it; the
 # script sets it as text. A policy in the page's head lets no other script run.
+
+
+@config()
+class ShowConfig:
+    """Write one HTML page of several runs, during or after training: losses in one figure, learning
+    rate, gradient norm, speed, memory, expert load, samples, options and their differences,
+    checkpoints, starts.
+
+        dolmen show runs/one runs/two
+    """
+
+    runs: Annotated[tuple[str, ...], Mark.POSITIONAL] = ()
+    """Folders of runs."""
+    out: Name = "show.html"
+    """HTML file to write; it is self-contained."""
+    serve: bool = False
+    """Serve the page in place of writing it, and update it during training, until Ctrl-C. Its
+    address contains a secret token, without which nothing is served.
+    """
+    host: Name = "127.0.0.1"
+    """Address to serve at. Default: reachable from this machine only. 0.0.0.0: from all its
+    networks, unencrypted.
+    """
+    port: Port = 0
+    """Port to serve at. Default: a free one."""
+    every: Annotated[float, Field(ge=0.1)] = 5.0
+    """Seconds between updates of the served page."""
+
+    def __post_init__(self):
+        if not self.runs:
+            raise ValueError("name a run first: dolmen show runs/quickstart")
+
 
 HERE = Path(__file__).parent
 SCRIPTS = ("chart.js", "page.js", "tables.js")

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dolmen.checkpoint.folders import METADATA
-from dolmen.conversion.megatron import folders, names, scaling, shares
+from dolmen.conversion.megatron import names, scaling, shares
 from dolmen.conversion.megatron.dist import BACKEND, COMMON, MARKER, open_torch_dist
-from dolmen.conversion.megatron.export import PRODUCT, VERSION, ExportPlan
+from dolmen.conversion.megatron.export import PRODUCT, VERSION, ExportPlan, MegatronWriter
 from dolmen.conversion.megatron.source import Megatron
-from dolmen.conversion.weights import MOMENTS, Moments, Scales, Scaling, join_stored
+from dolmen.conversion.weights import MOMENTS, Moments, Scaling, join_stored
 from dolmen.conversion.writing import Advance, LayerPool, group_by_layer
 from dolmen.core.torch_private.checkpoints import Place
 from dolmen.families.rules import StoredTensor
@@ -96,33 +96,18 @@ def description(entries: Iterable[FileEntry]) -> bytes:
 
 
 @dataclass(frozen=True)
-class TorchDistWriter:
+class TorchDistWriter(MegatronWriter):
     """Writes a torch_dist checkpoint, one file per layer, files in parallel (see
-    convert.ModelWriter). `read(name)` returns one of our parameters. `plan` is for a single rank.
-    `iteration` None or 0: saved as a release. `state`: optimizer state to write too, in its own
-    dtypes.
+    convert.ModelWriter). `plan` is for a single rank. `state`: optimizer state to write too, in its
+    own dtypes.
     """
 
-    plan: ExportPlan
-    read: Callable[[str], Tensor]
-    dtype: torch.dtype
-    iteration: int | None
     state: Moments | None = None
 
     @property
     def tensors(self) -> int:
         """Number of weight tensors that are written."""
         return len(self.plan.entries)
-
-    @property
-    def scales(self) -> Scales:
-        """fp8 scales as they read back: weights that Megatron multiplies as one share the scale."""
-        return scaling.share_scales(self.plan.scales, self.plan.entries)
-
-    @property
-    def _name(self) -> str:
-        """Name of the checkpoint's folder."""
-        return folders.names(self.iteration)[0]
 
     def write(self, folder: Path, pool: LayerPool) -> None:
         """Write the .distcp files, then .metadata, common.pt and metadata.json, into `folder`."""
@@ -167,12 +152,6 @@ class TorchDistWriter:
             moment = _read_entry(plan, entry, tensors.read, padding=kind not in MOMENTS)
             lying.write(file, f"{OPTIMIZER}{kind}.", moment)
             del moment
-
-    def write_sidecars(self, folder: Path) -> None:
-        """Write the tracker, latest_checkpointed_iteration.txt, which names the checkpoint; nothing
-        else.
-        """
-        (folder / folders.TRACKER).write_text(folders.names(self.iteration)[1])
 
     def open_written(self, folder: Path, sidecars: Path) -> Megatron:
         """Open what was written by its `args` alone; the sidecar folder is not used, as a
