@@ -6,6 +6,7 @@ import json
 import random
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from transformers import PreTrainedTokenizerFast
 from dolmen.data import readers
 from dolmen.data.config import DataConfig
 from dolmen.data.examples import chat_of, chats
+from dolmen.data.inputs import check_chats
 from dolmen.data.packing import pack, pack_pairs
-from dolmen.data.sources import resolve_sources
+from dolmen.data.sources import DataSource, resolve_sources
 from dolmen.data.template import TEMPLATES, Chat, Template
 from dolmen.data.tokenise import first_lines
 from dolmen.files.gate import Refused
@@ -137,6 +139,21 @@ def test_the_bytes_of_a_row_are_bounded(tmp_path):
         DataConfig(rows="chats", max_row_bytes=0)
     with pytest.raises(ValueError, match="max-row-bytes are for chats"):
         DataConfig(max_row_bytes=100)
+
+
+def test_chats_are_of_text_and_of_one_source():
+    tokens = DataSource("a", None, (), (), indexed=(Path("a.bin"),))
+    text = DataSource("a", None, (Path("a.jsonl"),), ())
+    config = DataConfig(rows="chats", tokenizer="bpe:300")
+    for sources, told in (
+        ((tokens,), "a.bin is tokenised already, but chats need text: use --data.rows text"),
+        ((text, text), "--data.path has 2 weighted sources"),
+        ((text,), "bpe:300"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            check_chats(config, sources)
+    check_chats(replace(config, tokenizer=None), (text,))
+    check_chats(replace(config, rows="prompts"), (text,))
 
 
 def test_a_json_file_may_be_just_as_long_as_the_bound(tmp_path, monkeypatch):

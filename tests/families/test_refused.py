@@ -66,6 +66,8 @@ from dolmen.model.spec import check_sharding
         ("deepseek_v3", "topk_group", 0),
         ("deepseek_v3", "num_experts_per_tok", 129),
         ("deepseek_v3", "quantization_config", {"quant_method": "fp8"}),
+        ("qwen", "kv_channels", 64),
+        ("qwen", "intermediate_size", 22017),
         ("falcon", "alibi", True),
         ("falcon", "apply_residual_connection_post_layernorm", True),
         ("falcon", "num_kv_heads", 8),

@@ -1,5 +1,6 @@
 """The streaming reader and writer against the safetensors library, and what they refuse."""
 
+import io
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import torch
 from dolmen.files import safetensors as ours
 from dolmen.files.gate import Refused
 from dolmen.files.safetensors import INDEX, SINGLE, Spec
+from dolmen.files.window import Window
 
 DTYPES = [
     torch.float32,
@@ -146,6 +148,30 @@ def test_damaged_files_are_refused(tmp_path, content, match):
     (tmp_path / SINGLE).write_bytes(content)
     with pytest.raises(Refused, match=f"^{tmp_path / SINGLE}.*{match}"):
         ours.index(tmp_path)
+
+
+def test_a_file_that_became_shorter_is_refused_as_it_is_read(tmp_path):
+    """Another process may still write it, or have replaced it."""
+    safetensors.torch.save_file({"x": torch.arange(8.0)}, tmp_path / "a.safetensors")
+    with open(tmp_path / "a.safetensors", "r+b") as file:
+        size = file.seek(0, 2)
+        stored = ours.Stored("x", Spec((8,), torch.float32), tmp_path / "a.safetensors", size - 32)
+        assert torch.equal(stored.read(), torch.arange(8.0))
+        file.truncate(size - 1)
+    with pytest.raises(Refused, match="is truncated: x has 31 of 32 bytes"):
+        stored.read()
+
+
+def test_a_window_of_a_file_is_a_file():
+    """Beside Python's own of the same bytes: positions and what is read."""
+    window, plain = Window(io.BytesIO(b"0123456789"), 2, 5), io.BytesIO(b"23456")
+    moves = ((0, 0, 2), (1, 1, 9), (-2, 2, 1), (-1, 1, 2), (7, 0, 3), (0, 2, 1))
+    for offset, whence, count in moves:
+        assert window.seek(offset, whence) == plain.seek(offset, whence)
+        assert window.read(count) == plain.read(count) and window.tell() == plain.tell()
+    with pytest.raises(OSError, match="position -1 of 5 bytes"):
+        window.seek(-6, io.SEEK_END)
+    assert window.tell() == plain.tell()
 
 
 def test_damaged_folders_are_refused(tmp_path):

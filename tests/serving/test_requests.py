@@ -4,6 +4,7 @@ cache, as training computes them.
 """
 
 import math
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from decoders import DECODERS, PROMPTS, VOCABULARY, decoder
 from dolmen.model import head
 from dolmen.serving import sampling
 from dolmen.serving.block_table import PAGE_SIZE, BlockTable
+from dolmen.serving.config import GenerateConfig, GenerateLayout
 from dolmen.serving.engine import Engine, run_whole
 from dolmen.serving.request import Limits, Request, SamplingParams
 from dolmen.serving.scheduler import Scheduler, SequenceGroup
@@ -244,3 +246,29 @@ def test_what_has_no_meaning_is_refused(model, change, message):
         with pytest.raises(ValueError, match=message):
             engine.add(Request(**dict(tokens=[1]) | change))
         assert not engine.busy
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({}, "missing --prompt"),
+        ({"prompt": ("a",), "input": "a.txt"}, "--prompt and --input are both given"),
+        ({"prompt": ("a",), "max_input_tokens": 5}, "--max-input-tokens needs --input FILE"),
+        ({"prompt": ("a",), "skip_bad": True}, "--skip-bad needs --input FILE"),
+        ({"prompt": ("a",), "num_samples": 2}, "--num-samples and --layout.dp need --input FILE"),
+        ({"prompt": ("a",), "layout": GenerateLayout(dp=2)}, "--layout.dp need --input FILE"),
+        ({"prompt": ("a",)}, None),
+        ({"input": "a.txt", "num_samples": 2, "layout": GenerateLayout(dp=2)}, None),
+    ],
+)
+def test_prompts_come_from_the_command_or_from_a_file(options, message):
+    config = GenerateConfig(folder="model", **options)
+    with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        config.check_source()
+
+
+@pytest.mark.parametrize("limit", ["rows", "tokens", "pages", "page"])
+def test_a_limit_below_one_is_refused(limit):
+    assert Limits(**{limit: 1})
+    with pytest.raises(ValueError, match=f"limits.{limit} is 0: it must be at least 1"):
+        Limits(**{limit: 0})
