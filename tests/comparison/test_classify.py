@@ -1,5 +1,6 @@
 """Each kind of difference, made of random numbers, is told as that kind."""
 
+import math
 from io import StringIO
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from rich.console import Console
 
 from dolmen.comparison.classify import classify
-from dolmen.comparison.compare import Side, TensorComparison
+from dolmen.comparison.compare import Side, TensorComparison, compare_recordings
 from dolmen.comparison.diff import DiffReport
 from dolmen.comparison.recording import Recorded, RecordedShard, Recording
 from dolmen.core.topology import Topology
@@ -174,3 +175,21 @@ def test_pieces_of_a_tensor_join_where_they_lie():
     last = Recorded((4, 6), pieces=pieces).join()
     torch.testing.assert_close(last[:, :2], whole[:, :2] - one, rtol=0, atol=0)
     torch.testing.assert_close(last[:, 2:], want[:, 2:], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "ours, theirs, difference", [(3.0, 4.0, 0.25), (-6.0, 4.0, 2.5), (0.0, -0.5, 1.0)]
+)
+@pytest.mark.parametrize("name", ["loss", "gradient norm"])
+def test_numbers_differ_by_their_relative_difference(name, ours, theirs, difference):
+    sides = [side({("numbers", name): [torch.tensor(x)]}) for x in (ours, theirs)]
+    (row,) = compare_recordings(*sides)
+    assert (row.stage, row.name, row.difference) == ("numbers", name, difference) and not row.ok
+    (row,) = compare_recordings(sides[1], sides[1])
+    assert row.difference == 0 and row.ok
+
+
+def test_a_number_is_not_compared_with_zero():
+    zero = side({("numbers", "loss"): [torch.tensor(0.0)]})
+    (row,) = compare_recordings(zero, zero)
+    assert math.isnan(row.difference) and not row.ok
