@@ -278,12 +278,7 @@ def _find_shift(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
     left, right = (t.unflatten(0, (-1, length)) for t in (x, y))
     for by in (1, -1, 2, -2):
         kept, from_ = (
-            (slice(by, None), slice(None, -by))
-            if by > 0
-            else (
-                slice(None, by),
-                slice(-by, None),
-            )
+            (slice(by, None), slice(None, -by)) if by > 0 else (slice(None, by), slice(-by, None))
         )
         if _explains(left[:, from_], left[:, kept], right[:, kept]):
             yield Fault(

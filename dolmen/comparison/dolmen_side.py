@@ -354,13 +354,7 @@ class Hooks:
         self._see(name, x, width * tp.size, slice(tp.rank * width, (tp.rank + 1) * width))
 
     def _record_heads(
-        self,
-        name: str,
-        x: Tensor,
-        number: int,
-        first: int,
-        size: int,
-        kept: slice = slice(None),
+        self, name: str, x: Tensor, number: int, first: int, size: int, kept: slice = slice(None)
     ) -> None:
         """Record this rank's heads, from number `first` of `number`. x is [..., heads here, size],
         or [tokens, heads here x size]; `kept` selects columns of each head. Where several tp ranks

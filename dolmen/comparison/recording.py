@@ -255,11 +255,7 @@ INSIDE = {
     "mlp_post_norm": "norm after the MLP",
     "": "residual sum after the MLP",
 }
-OUTSIDE = {
-    "embed": "embedding (and positions)",
-    "final_norm": "final norm",
-    "logits": "head",
-}
+OUTSIDE = {"embed": "embedding (and positions)", "final_norm": "final norm", "logits": "head"}
 LAYER = re.compile(r"layers\.(\d+)\.?(.*)")
 
 # Behind layers.N: a parameter's module -> the tensor whose gradient, once known, gives its own.

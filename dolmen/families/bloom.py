@@ -92,10 +92,6 @@ BLOOM = Family(
         "hidden_dropout attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion "
         "offset_alibi skip_bias_add skip_bias_add_qkv"
     ),
-    extra_fields={
-        **BESIDE,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    },
+    extra_fields={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     prefix="transformer.",
 )

@@ -66,10 +66,7 @@ def read_chatglm(config: dict[str, Any]) -> ModelSpec:
     mixer = glm.attention(config, CHATGLM_FIELDS, turned)
     mlp = MLPSpec(config["inner_hidden_size"], gated=False, activation="gelu_tanh", bias=True)
     block = BlockSpec(
-        mixer,
-        mlp,
-        common.layer_norm(config, EPS),
-        SequentialResidual.deepnorm(ALPHA),
+        mixer, mlp, common.layer_norm(config, EPS), SequentialResidual.deepnorm(ALPHA)
     )
     blocks = [block] * config["num_layers"]
     return common.make_spec(config, CHATGLM_FIELDS, blocks, blanks=_blanks(config))
@@ -189,12 +186,7 @@ CHATGLM2_FIELDS = (
     ),
     Field("add_qkv_bias", bool, False, "Biases on q, k and v."),
     common.standard("max_position_embeddings", 2048, "seq_length"),
-    Field(
-        "rope_ratio",
-        AboveZero,
-        1.0,
-        "Context extension factor; see rope_ratio_of.",
-    ),
+    Field("rope_ratio", AboveZero, 1.0, "Context extension factor; see rope_ratio_of."),
     Field(
         "rope_ratio_of",
         RatioOf | None,

@@ -37,10 +37,7 @@ def read_cohere(config: dict[str, Any]) -> ModelSpec:
 def write_cohere(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a Command R config.json for a spec."""
     mixer = common.attention(spec)
-    return {
-        "use_qk_norm": mixer.qk_norm is not None,
-        "logit_scale": spec.head.scale,
-    }
+    return {"use_qk_norm": mixer.qk_norm is not None, "logit_scale": spec.head.scale}
 
 
 def cohere_rules(spec: ModelSpec) -> list[Rule]:

@@ -60,23 +60,10 @@ FIELDS = (
     ),
     experts.SIZE,
     Field(
-        "n_shared_experts",
-        kinds.EXPERTS,
-        2,
-        "Number of shared experts, which compute every token.",
+        "n_shared_experts", kinds.EXPERTS, 2, "Number of shared experts, which compute every token."
     ),
-    Field(
-        "routed_scaling_factor",
-        AboveZero,
-        1.0,
-        "Factor of the routing weights.",
-    ),
-    Field(
-        "first_k_dense_replace",
-        kinds.LAYER,
-        0,
-        "Number of dense layers before the MoE layers.",
-    ),
+    Field("routed_scaling_factor", AboveZero, 1.0, "Factor of the routing weights."),
+    Field("first_k_dense_replace", kinds.LAYER, 0, "Number of dense layers before the MoE layers."),
     replace(experts.AUX_LOSS, name="aux_loss_alpha", common=(experts.AUX_LOSS.name,)),
 )
 ONLY = {"mlp_bias": (False, None), "moe_layer_freq": (1, None)}
@@ -311,11 +298,7 @@ DEEPSEEK_V2 = Family(
         vocab_size=102400,
         moe_intermediate_size=1407,
     ),
-    only={
-        **ONLY,
-        "norm_topk_prob": (False, None),
-        "scoring_func": ("softmax", None),
-    },
+    only={**ONLY, "norm_topk_prob": (False, None), "scoring_func": ("softmax", None)},
     harmless=HARMLESS,
     extra_fields=llama.BESIDE,
     ignored=llama.IGNORED,
@@ -403,11 +386,7 @@ DEEPSEEK_V3 = Family(
         routed_scaling_factor=2.5,
         first_k_dense_replace=3,
     ),
-    only={
-        **ONLY,
-        "scoring_func": ("sigmoid", None),
-        "topk_method": ("noaux_tc", None),
-    },
+    only={**ONLY, "scoring_func": ("sigmoid", None), "topk_method": ("noaux_tc", None)},
     harmless=HARMLESS,
     extra_fields={**llama.BESIDE, "num_nextn_predict_layers": 0},
     dropped_layers_field="num_nextn_predict_layers",

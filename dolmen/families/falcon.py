@@ -16,13 +16,7 @@ from annotated_types import Interval
 
 from dolmen.core.messages import plural
 from dolmen.families import common, rope
-from dolmen.families.family import (
-    BESIDE,
-    Family,
-    Field,
-    expect,
-    flag,
-)
+from dolmen.families.family import BESIDE, Family, Field, expect, flag
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
 from dolmen.model.spec import (

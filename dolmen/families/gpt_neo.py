@@ -8,12 +8,7 @@ from annotated_types import Len
 
 from dolmen.core.messages import plural
 from dolmen.families import common, gpt2, rope, windows
-from dolmen.families.family import (
-    BESIDE,
-    Family,
-    Field,
-    flag,
-)
+from dolmen.families.family import BESIDE, Family, Field, flag
 from dolmen.families.gpt2 import LAYER, OURS
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
@@ -97,8 +92,7 @@ def read_gpt_neo(config: dict[str, Any]) -> ModelSpec:
     block = BlockSpec(mixer, common.plain_mlp(config, GPT_NEO_FIELDS), common.layer_norm(config))
     blocks = [
         replace(
-            block,
-            mixer=replace(mixer, window=config["window_size"] if kind == LOCAL else None),
+            block, mixer=replace(mixer, window=config["window_size"] if kind == LOCAL else None)
         )
         for kind in _kinds(config)
     ]
@@ -117,11 +111,7 @@ def write_gpt_neo(spec: ModelSpec) -> dict[str, Any]:
     length, times = len(spec.runs[0].blocks), spec.runs[0].repeat
     # [["global", "local"], 12] for 24 layers
     types = [[kinds[:length], times]] if len(spec.runs) == 1 else [[kinds, 1]]
-    return {
-        TYPES: types,
-        LAYERS: kinds,
-        "window_size": windows.first_size(spec) or 256,
-    }
+    return {TYPES: types, LAYERS: kinds, "window_size": windows.first_size(spec) or 256}
 
 
 def gpt_neo_rules(spec: ModelSpec) -> list[Rule]:

@@ -101,11 +101,7 @@ GPT_OSS = Family(
     write=write,
     rules=rules,
     fields=llama.change_fields(
-        (
-            *SHARED,
-            windows.SIZE,
-            *experts.FIELDS,
-        ),
+        (*SHARED, windows.SIZE, *experts.FIELDS),
         windows.types("every other layer, starting with the first, is sliding_attention"),
         replace(llama.ATTENTION_BIAS, kind=bool, default=True),
         Field(

@@ -5,23 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.families import common, rope, windows
-from dolmen.families.family import (
-    BESIDE,
-    Family,
-    Field,
-    activation,
-    flag,
-)
+from dolmen.families.family import BESIDE, Family, Field, activation, flag
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
-from dolmen.model.spec import (
-    AttentionSpec,
-    BlockSpec,
-    MLPSpec,
-    ModelSpec,
-    MoESpec,
-    NormSpec,
-)
+from dolmen.model.spec import AttentionSpec, BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 from dolmen.model.spec.attention import NormOf
 
 # What Llama and its descendants share: the fields of config.json, the spec they parse to, and the
@@ -73,10 +60,7 @@ def fields_with(
 
 FIELDS = fields_with()
 ATTENTION_BIAS = Field(
-    "attention_bias",
-    bool | None,
-    False,
-    "Biases on q, k, v and the attention output projection.",
+    "attention_bias", bool | None, False, "Biases on q, k, v and the attention output projection."
 )
 
 
@@ -88,10 +72,7 @@ def drop_fields(fields: Sequence[Field], *names: str) -> tuple[Field, ...]:
 def change_fields(fields: Sequence[Field], *more: Field, **defaults: Any) -> tuple[Field, ...]:
     """Return `fields` with other defaults (name=default), followed by the fields `more`."""
     assert not defaults.keys() - {field.name for field in fields}
-    return (
-        *(replace(f, default=defaults.get(f.name, f.default)) for f in fields),
-        *more,
-    )
+    return (*(replace(f, default=defaults.get(f.name, f.default)) for f in fields), *more)
 
 
 def read_llama_like(

@@ -61,10 +61,7 @@ FIELDS = (
     common.standard("num_attention_heads", 16, "n_heads", aliased=True, help="Heads."),
     common.standard("max_position_embeddings", 2048, "max_seq_len", help=common.ALIBI_LENGTH),
     mapping(
-        "attn_config",
-        *ATTENTION,
-        *(Field(name, Any) for name in (*ONLY, *HARMLESS)),
-        spell=_spell,
+        "attn_config", *ATTENTION, *(Field(name, Any) for name in (*ONLY, *HARMLESS)), spell=_spell
     ),
     *common.last_fields(common.LAYER_NORM_EPS, tied=True),
 )

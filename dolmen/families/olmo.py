@@ -46,12 +46,7 @@ OLMO = replace(
     title="OLMo",
     architecture="OlmoForCausalLM",
     read=read_olmo,
-    fields=llama.change_fields(
-        FIELDS,
-        llama.ATTENTION_BIAS,
-        CLIP,
-        vocab_size=50304,
-    ),
+    fields=llama.change_fields(FIELDS, llama.ATTENTION_BIAS, CLIP, vocab_size=50304),
     only={**windows.NONE, "mlp_bias": (False, None)},
 )
 

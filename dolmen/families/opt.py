@@ -120,10 +120,7 @@ OPT = Family(
     write=write,
     rules=rules,
     fields=FIELDS,
-    only={
-        "learned_embeddings": (True,),
-        "scale_embeddings": (False,),
-    },
+    only={"learned_embeddings": (True,), "scale_embeddings": (False,)},
     harmless="dropout activation_dropout layerdrop",
     extra_fields={**BESIDE, "dropout": 0.0, "attention_dropout": 0.0},
     ignored=(r"model\.decoder\.version",),

@@ -36,14 +36,7 @@ NEEDED = {
 }
 BESIDE = {
     "longrope": ("factor", "attention_factor"),
-    "yarn": (
-        "beta_fast",
-        "beta_slow",
-        "attention_factor",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
+    "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
 }
 USED = {of: (*needed, *BESIDE.get(of, ())) for of, needed in NEEDED.items()}
 OLDER = {"su": "longrope"}  # names of types

@@ -39,12 +39,7 @@ DESCRIPTIONS = {
 SPECIAL_TOKENS = mapping(
     "special_tokens",
     *(
-        Field(
-            name,
-            kinds.TOKEN | None,
-            None,
-            f"Id of {description}. None: that of the tokenizer.",
-        )
+        Field(name, kinds.TOKEN | None, None, f"Id of {description}. None: that of the tokenizer.")
         for name, description in DESCRIPTIONS.items()
     ),
     ours=True,

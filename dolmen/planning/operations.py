@@ -53,13 +53,7 @@ class Program:
 
 
 OURS = Program(
-    "flash",
-    "compiled",
-    accumulates=False,
-    joined=False,
-    ring=2,
-    buffers=False,
-    late_loss=False,
+    "flash", "compiled", accumulates=False, joined=False, ring=2, buffers=False, late_loss=False
 )
 """How dolmen computes a step."""
 

@@ -209,12 +209,7 @@ def shortest_of(
 
 
 def shortest(
-    ranks: int,
-    micros: int,
-    chunks: int,
-    costs: Costs,
-    memory: float,
-    nodes: int = NODES,
+    ranks: int, micros: int, chunks: int, costs: Costs, memory: float, nodes: int = NODES
 ) -> ShortestSchedule:
     """Search the shortest schedule of `micros` microbatches on `ranks` ranks of `chunks` stages
     each. `memory`: microbatches whose activations a rank may hold, in units of `Simulation.peak`.
