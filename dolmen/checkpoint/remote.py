@@ -27,8 +27,8 @@ when a rank of the host reads it, and compared with the seal before it gets its 
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,7 +97,8 @@ class RemoteCheckpoints:
         """
         if (stored := self.find(step, name)) is None:
             raise Damaged(f"{self.url}/{folders.name(step)} is damaged: it lacks {name}")
-        return self._remote.read(f"{folders.name(step)}/{name}", stored, seal.LARGEST[name])
+        with damage():
+            return self._remote.read(f"{folders.name(step)}/{name}", stored, seal.LARGEST[name])
 
     def pull_step(self, step: int) -> Path:
         """Make the local folder of a complete checkpoint with its small files, compared with the
@@ -141,7 +142,8 @@ class RemoteCheckpoints:
         stored, path = self.find(step, name), f"{folders.name(step)}/{name}"
         if stored is None:
             raise Damaged(f"{self.url}/{folders.name(step)} is damaged: it lacks {name}")
-        self._remote.download(path, stored, self.folder / path, check)
+        with damage():
+            self._remote.download(path, stored, self.folder / path, check)
 
     def begin(self, step: int) -> None:
         """Declare that the checkpoint of `step` at the URL is not complete (any more)."""
@@ -182,6 +184,15 @@ class RemoteCheckpoints:
         self._remote.write(f"{folders.name(step)}/{SET_ASIDE}", self._read(step, SEAL))
         self.begin(step)
         self._files.pop(step, None)
+
+
+@contextmanager
+def damage() -> Iterator[None]:
+    """Context manager: what is refused of an object of a checkpoint is raised as Damaged."""
+    try:
+        yield
+    except gate.Refused as error:
+        raise Damaged(str(error)) from error
 
 
 def read_seal(folder: Path) -> bytes:

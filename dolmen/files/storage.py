@@ -253,16 +253,20 @@ class RemoteFolder:
     def _repeat(self, failure: str, work: Callable[[], T], patience: float | None = None) -> T:
         """Return `work()`, called again after each error that may pass, with growing pauses, until
         `patience` seconds (default: PATIENCE) have passed. Raises StorageError, which names
-        `failure`.
+        `failure`; and Refused where the content differs DOWNLOADS times from the checksum that the
+        storage has of it.
         """
         end = time.monotonic() + (PATIENCE if patience is None else patience)
-        pause = FIRST_PAUSE
+        pause, mismatches = FIRST_PAUSE, 0
         while True:
             try:
                 return work()
             except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
                 self._fail(failure, error)
             except Exception as error:  # each file system has its own types
+                mismatches += type(error).__name__ == "FlexibleChecksumError"  # of botocore
+                if mismatches == DOWNLOADS:
+                    raise gate.refuse(self.url, f"{failure}: {error}") from error
                 if time.monotonic() + pause > end:
                     self._fail(failure, error)
                 reason = f"{type(error).__name__}: {error}"
