@@ -37,8 +37,8 @@ class SquaredError:
         self, hidden: Float[Tensor, "_ hidden"], head: ScalarHead, batch: Batch
     ) -> LossOutput:
         """Return half the weighted sum of squared errors over this rank's labels."""
-        error = head.values(hidden) - head.here(batch.numbers[TARGET])
-        weights = (head.here(batch.labels) != IGNORED).to(error.dtype)
+        error = head.values(hidden) - head.local_tokens(batch.numbers[TARGET])
+        weights = (head.local_tokens(batch.labels) != IGNORED).to(error.dtype)
         if batch.weights is not None:
-            weights = weights * head.here(batch.weights)
+            weights = weights * head.local_tokens(batch.weights)
         return LossOutput((error.square() * weights).sum() / 2)

@@ -115,7 +115,9 @@ def attention_of(
     chosen = kernels.choose(kernels.Hardware.from_device(q.device), q.dtype, q.shape[3]).attention
     here = context.ContextParallel(Axis("cp"), kernel=backend or chosen)
     documents = (
-        None if starts is None else here.documents(Documents.from_starts(starts).on(q.device))
+        None
+        if starts is None
+        else here.documents(Documents.from_starts(starts).to_device(q.device))
     )
     return lambda: here.attention(q, k, v, attend.with_documents(documents))
 

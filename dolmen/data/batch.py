@@ -149,7 +149,7 @@ class Batch:
         """Copy the batch from CPU to `device` asynchronously. The host keeps its knowledge of
         documents.
         """
-        documents = None if self.documents is None else self.documents.on(device)
+        documents = None if self.documents is None else self.documents.to_device(device)
         return self._map_tensors(lambda t: to_device(t, device), documents)
 
     @property

@@ -248,7 +248,7 @@ def _score_sequences(hidden: Tensor, head: Any, part: Batch) -> Float64[Tensor, 
     number of tokens that are the argmax.
     """
     log_probs, argmax = head.log_probabilities_and_argmax(hidden, part.labels)
-    right = argmax == head.here(part.labels)
+    right = argmax == head.local_tokens(part.labels)
     return torch.stack((log_probs.double().sum(1), right.double().sum(1)))
 
 

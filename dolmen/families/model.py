@@ -363,11 +363,11 @@ def edit(
     edited = replace_fields(
         model, {names[n]: value for n, value in fields.items() if value is not None}
     )
-    beside: dict[str, Any] = {**special}
+    extra: dict[str, Any] = {**special}
     if dtype is not None:
         stated = [name for name in ("dtype", "torch_dtype") if name in model.config] or ["dtype"]
-        beside |= dict.fromkeys(stated, dtype)
-    return Model({**edited.config, **beside}) if beside else edited
+        extra |= dict.fromkeys(stated, dtype)
+    return Model({**edited.config, **extra}) if extra else edited
 
 
 def with_scalar_head(model: Model) -> Model:

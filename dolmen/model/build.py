@@ -71,7 +71,7 @@ def allocate(model: Decoder, device: torch.device) -> Decoder:
     # the first memory of the model, this rank's part alone
     model.to_empty(device=device)
     for delayed in model.delayed_scaling().values():
-        delayed.on(device)
+        delayed.allocate(device)
     recipes = {
         name: param.fp8 for name, param in model.local_specs().items() if param.fp8 is not None
     }
@@ -245,7 +245,7 @@ def load_inference_weights(
         if name not in alone:
             part.to_empty(device=mesh.device, recurse=False)
     for delayed in model.delayed_scaling().values():
-        delayed.on(mesh.device)
+        delayed.allocate(mesh.device)
     # tensors that each packed module still waits for
     coming = {
         part: {param_name for param_name, _ in part.named_parameters(recurse=False)}

@@ -327,7 +327,7 @@ class Decoder(nn.Module):
             return torch.device("cpu")
         return next(self.parameters()).device
 
-    def where(
+    def position_inputs(
         self,
         part: int,
         positions: Int64[Tensor, "streams b s"],
@@ -379,7 +379,7 @@ class Decoder(nn.Module):
         y = self._embed_tokens(tokens, ids, inputs) if here.first else x
         assert y is not None, "a stage that is not the first is given x"
         # once per forward and kind of layer: 2 tables for Gemma 3's 26 to 62 layers
-        known = self.where(part, ids, self._lengths(tokens, cache, positions))
+        known = self.position_inputs(part, ids, self._lengths(tokens, cache, positions))
         for i, block in zip(here.layers, self.blocks(part), strict=True):
             kept = None if cache is None else cache.layers[i]
             mixer = self.spec.blocks[i].mixer
@@ -474,7 +474,9 @@ class Decoder(nn.Module):
         noise, rows = self._noise(noise, length)
         if self.spec.both_ways:
             none = torch.zeros(tokens.shape, dtype=torch.int64)  # where one document begins
-            documents = (documents or Documents.from_starts(none).on(tokens.device)).both_ways
+            documents = (
+                documents or Documents.from_starts(none).to_device(tokens.device)
+            ).both_ways
         # this rank's queries, against the keys that cp brings
         here = None if documents is None else cp.documents(documents)
         return LayerInputs(batch, documents=here, noise=noise, rows=rows)

@@ -88,7 +88,9 @@ class ModelHead:
     prepacked: PrepackedProduct | None = None
     """Packed form of `weight` for products without gradients; None: not packed."""
 
-    def here(self, per_token: Shaped[Tensor, "sequences length"]) -> Shaped[Tensor, "sequences _"]:
+    def local_tokens(
+        self, per_token: Shaped[Tensor, "sequences length"]
+    ) -> Shaped[Tensor, "sequences _"]:
         """Return this cp rank's tokens of a per-token value (labels, weights) [sequences,
         length].
         """
@@ -106,11 +108,11 @@ class ModelHead:
         axis = self.split.cp.axis
         # as long as the sequence: there are at most as many documents as tokens
         none = per_token.new_zeros(document.shape)
-        sums = none.scatter_add(1, self.here(document), per_token)
+        sums = none.scatter_add(1, self.local_tokens(document), per_token)
         # all-reduce forward; `copy` sums the gradients of all cp ranks in backward
         return collectives.copy(collectives.all_reduce_(sums, axis), axis)
 
-    def whole(
+    def gather_tokens(
         self, per_token: Float[Tensor, "sequences here"]
     ) -> Float[Tensor, "sequences length"]:
         """Gather a value per token over cp, for all tokens of each sequence, in order. R@cp: every
@@ -192,13 +194,13 @@ class LMHead(ModelHead):
         return linear_cross_entropy(
             self.scale_hidden(hidden),
             self.rows,
-            self.here(labels).reshape(-1),
+            self.local_tokens(labels).reshape(-1),
             self.spec.vocab_size,
             self.split.tp,
             self.compiled,
             self.split.kernels.logits_at_once,
             self.spec.head.soft_cap,
-            None if weights is None else self.here(weights).reshape(-1),
+            None if weights is None else self.local_tokens(weights).reshape(-1),
             self.bias,
         )
 
@@ -263,7 +265,7 @@ class LMHead(ModelHead):
         return evaluate_rows(
             scaled,
             self.rows,
-            self.here(labels).reshape(-1),
+            self.local_tokens(labels).reshape(-1),
             self.spec.vocab_size,
             self.split.tp,
             self.split.kernels.logits_at_once,

@@ -190,7 +190,7 @@ class Experts(nn.Module):
             h = moe.grouped_linear(rows, adapter.down, groups)
             y = y.add_(moe.grouped_linear(h * adapter.scale, adapter.up, groups))
             # DoRA: y * m / |W + scale B A|, a factor per expert and output
-            gain = adapter.gain(linear.whole(rows.dtype), self.tp.axis)
+            gain = adapter.gain(linear.dequantised_weight(rows.dtype), self.tp.axis)
             if gain is not None:
                 y = y * moe.grouped_bias(torch.zeros_like(y), gain.to(y.dtype), groups)
         return y if linear.bias is None else moe.grouped_bias(y, linear.bias, groups)

@@ -133,6 +133,6 @@ class MaskedLM:
         if not self.follows:
             return LossOutput(masked_loss)
         # labels are 1 or -1 at one token per pair and 0 elsewhere, which drops all other tokens
-        scores, labels = head.follows(hidden), head.here(batch.numbers[FOLLOWS])
+        scores, labels = head.follows(hidden), head.local_tokens(batch.numbers[FOLLOWS])
         pairs = self.follows * (-F.logsigmoid(labels * scores) * labels.abs()).sum()
         return LossOutput(masked_loss + pairs, (masked_loss.detach(), pairs.detach()))

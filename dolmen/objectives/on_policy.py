@@ -70,7 +70,7 @@ class GRPOLoss:
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
         """Return the loss of a microbatch; log-probabilities are gathered over cp first."""
         # means over rows need rows that are complete over cp
-        new = head.whole(head.log_probabilities(hidden, batch.labels, self.temperature))
+        new = head.gather_tokens(head.log_probabilities(hidden, batch.labels, self.temperature))
         return self.compute_loss(new, None, head, batch)
 
     def compute_loss(
@@ -137,7 +137,7 @@ class GRPOWithEntropy(GRPOLoss):
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
         """Return the loss of a microbatch, with the entropy of each token's distribution."""
         new, entropy = head.log_probabilities_and_entropy(hidden, batch.labels, self.temperature)
-        return self.compute_loss(head.whole(new), head.whole(entropy), head, batch)
+        return self.compute_loss(head.gather_tokens(new), head.gather_tokens(entropy), head, batch)
 
 
 # The objectives of PPO over layouts: of the policy (`policy.ppo_loss`) and of the critic
@@ -185,8 +185,8 @@ class PPOPolicyLoss:
         """Return the sum of the losses and metrics of this rank's tokens, from their
         log-probabilities `new` and entropies (or None).
         """
-        old, advantages = (head.here(batch.numbers[name]) for name in (OLD, ADVANTAGE))
-        valid = head.here(batch.labels) != IGNORED
+        old, advantages = (head.local_tokens(batch.numbers[name]) for name in (OLD, ADVANTAGE))
+        valid = head.local_tokens(batch.labels) != IGNORED
         mean, metrics = policy.ppo_loss(
             new,
             old,
@@ -239,8 +239,8 @@ class PPOValueLoss:
         self, hidden: Float[Tensor, "_ hidden"], head: ScalarHead, batch: Batch
     ) -> LossOutput:
         """Return the loss of a microbatch."""
-        old, returns = (head.here(batch.numbers[name]) for name in (VALUE, RETURN))
-        valid = head.here(batch.labels) != IGNORED
+        old, returns = (head.local_tokens(batch.numbers[name]) for name in (VALUE, RETURN))
+        valid = head.local_tokens(batch.labels) != IGNORED
         mean, metrics = policy.value_loss(head.values(hidden), old, returns, valid, clip=self.clip)
         return _sum_output(mean, metrics, self.names, valid)
 

@@ -51,9 +51,9 @@ def log_ratios(
     tokens. `logps` are the policy's log-probabilities of this rank's labels.
     """
     batch = index.batch
-    real = head.here(batch.labels) != IGNORED
+    real = head.local_tokens(batch.labels) != IGNORED
     # token by token: the difference of two sums of hundreds of nats would lose digits
-    ratios = logps - head.here(batch.numbers[REFERENCE]) * real
+    ratios = logps - head.local_tokens(batch.numbers[REFERENCE]) * real
     return head.sum_per_document(ratios, index.document)
 
 

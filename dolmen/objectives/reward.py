@@ -84,7 +84,7 @@ class PairwiseRewardLoss:
         """Return the sum of the pairs' losses, and their metrics."""
         index = pairs.PairIndex(batch)
         # 0 at all other tokens, so that a sum per document is the score at its last token
-        here = head.values(hidden) * head.here(index.is_last)
+        here = head.values(hidden) * head.local_tokens(index.is_last)
         rewards = index.pair_up(head.sum_per_document(here, index.document))
         margin: Tensor | float = self.margin
         if MARGIN in batch.numbers:

@@ -230,7 +230,7 @@ class PositionIds:
         """Return the position ids with `change` applied to the tensor."""
         return replace(self, ids=change(self.ids))
 
-    def on(self, device: torch.device) -> "PositionIds":
+    def to_device(self, device: torch.device) -> "PositionIds":
         """Copy the ids to `device`; the host does not wait."""
         return self.map_tensors(lambda ids: to_device(ids, device))
 

@@ -166,7 +166,7 @@ class Delayed:
         self.initialized = False
         """Whether there has been an update, so that there are scales."""
 
-    def on(self, device: torch.device) -> None:
+    def allocate(self, device: torch.device) -> None:
         """Allocate the history, scales and running maxima on `device`, as before the first step."""
         self.history: Float[Tensor, "steps *experts 3"] = torch.zeros(
             self.recipe.config.amax_history, *self.shape, device=device
@@ -281,7 +281,7 @@ class Rounding:
     """True for a stack of one matrix per expert."""
     delayed: Delayed | None = None
 
-    def on(
+    def build_product(
         self, axes: ProductAxes, kernel: Literal["rounded", "scaled_mm"], first: int
     ) -> "Fp8Product":
         """Return the products whose scales are shared over `axes`, for the experts from index

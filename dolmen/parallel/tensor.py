@@ -137,7 +137,7 @@ class Linear(NamedTuple):
     cut: Literal["inputs", "outputs"] | None = None
     """Dim of the weight that tp splits."""
 
-    def whole(self, dtype: torch.dtype) -> Float[Tensor, "*experts out in"]:
+    def dequantised_weight(self, dtype: torch.dtype) -> Float[Tensor, "*experts out in"]:
         """Return the weight in `dtype` without its adapter: dequantised if it is stored in 8 bits,
         else as it is.
         """
@@ -149,7 +149,7 @@ class Linear(NamedTuple):
         """Return one weight that computes what the weight and its adapter do together; `dtype` is
         that of x, which an 8-bit weight is dequantised to.
         """
-        weight = self.whole(dtype)
+        weight = self.dequantised_weight(dtype)
         return weight if self.adapter is None else self.adapter.merge(weight)
 
 
@@ -215,7 +215,7 @@ class TensorParallel:
             # a weight whole on every rank: under sequence parallelism tp splits its tokens
             case _:
                 axes = ProductAxes((*tokens, *mine) if self.gathers else tokens)
-        return rounding.on(axes, self.fp8, self.first_expert)
+        return rounding.build_product(axes, self.fp8, self.first_expert)
 
     def enter(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "tokens hidden"]:
         """Bring the residual stream into a block, with autograd: all-gather its tokens (S(0) -> R)
@@ -477,7 +477,9 @@ def _multiply_linears(
     weights = [linear.weight for linear in linears]
     # of DoRA the gain comes before the bias
     gains = [
-        None if linear.adapter is None else linear.adapter.gain(linear.whole(x.dtype), tp.axis)
+        None
+        if linear.adapter is None
+        else linear.adapter.gain(linear.dequantised_weight(x.dtype), tp.axis)
         for linear in linears
     ]
     biases = [

@@ -364,7 +364,7 @@ class KVCache:
             pages = torch.tensor([self.table.pages[sequence] for sequence in sequences])
             tokens = slice(first, first + count * len(sequences))
             prefixes = _prefixes(start, count, [span[sequence].prefix for sequence in sequences])
-            documents = None if prefixes is None else prefixes.on(device)
+            documents = None if prefixes is None else prefixes.to_device(device)
             groups.append(
                 PrefillGroup(sequences, tokens, start, count, to_device(pages, device), documents)
             )

@@ -209,7 +209,7 @@ def test_a_scale_is_that_of_the_steps_before():
             amax_history=3, amax_compute=compute, margin=margin, scale_interval=interval
         )
         state = quantized_product.Delayed(Fp8("fp8-delayed", options), None)
-        state.on(torch.device("cpu"))
+        state.allocate(torch.device("cpu"))
         entries = [torch.tensor(e) for e in ([1.0, 8, 2], [4.0, 2, 0], [2.0, 2, 1], [1.0, 1, 1])]
         assert state.scales("input", 0, 1) is None
         before = torch.ones(3)

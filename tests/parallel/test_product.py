@@ -16,7 +16,7 @@ def made(precision, kernel="rounded", **options) -> Fp8Product:
     recipe = Fp8(precision, Fp8Config(**options))
     delayed = Delayed(recipe, None) if recipe.delayed else None
     if delayed is not None:
-        delayed.on(torch.device("cpu"))
+        delayed.allocate(torch.device("cpu"))
     return Fp8Product(Rounding(recipe, None, False, delayed), ProductAxes(), kernel)
 
 

@@ -29,7 +29,7 @@ def _product(precision: Precision, device: torch.device, scaled: bool) -> Fp8Pro
     recipe = Fp8(precision)
     delayed = Delayed(recipe, None) if recipe.delayed else None
     if delayed is not None:
-        delayed.on(device)
+        delayed.allocate(device)
     hardware = Hardware.from_device(device)
     kernel = choose(hardware, torch.bfloat16, 128, fp8=recipe).fp8 if scaled else "rounded"
     return Fp8Product(Rounding(recipe, None, False, delayed), ProductAxes(), kernel)

@@ -21,7 +21,7 @@ from dolmen.ops.elementwise import accumulate
 
 
 def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) -> Attended:
-    """`spec.Attention.attention` by blocks, with autograd."""
+    """`spec.AttentionBackend.attention` by blocks, with autograd."""
     kv_heads, rule = k.shape[2], _rule(q, k, Place(k.shape[1] - later - q.shape[1], 0, attend))
     sinks = None if attend.sinks is None else attend.sinks.view(kv_heads, 1, rule.group)
     out = _Blockwise.apply(*(_rows(t, kv_heads) for t in (q, k, v)), sinks, *rule)
@@ -29,7 +29,7 @@ def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) ->
 
 
 def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum]:
-    """`spec.Attention.partial` by blocks. The two runs may also overlap, in any way."""
+    """`spec.AttentionBackend.partial` by blocks. The two runs may also overlap, in any way."""
     kv_heads, rule = k.shape[2], _rule(q, k, at)
     rows_q, rows_k, rows_v = (_rows(t, kv_heads) for t in (q, k, v))
     weighted, total, log_sum = blocks.forward(rows_q, rows_k, rows_v, rule)
@@ -40,7 +40,7 @@ def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum
 def partial_backward(
     g: Attended, q: Queries, k: Keys, v: Values, full: tuple[Attended, LogSum], at: Place
 ) -> tuple[Queries, Keys, Values]:
-    """`spec.Attention.partial_backward` by blocks; dk and dv in log_sum's dtype."""
+    """`spec.AttentionBackend.partial_backward` by blocks; dk and dv in log_sum's dtype."""
     kv_heads, rule, (out, log_sum) = k.shape[2], _rule(q, k, at), full
     delta = _delta(g, out, log_sum)
     rows_g, rows_q, rows_k, rows_v, rows_delta, rows_log_sum = (

@@ -18,7 +18,7 @@ from dolmen.ops.attention.spec import Attend, Attended, Keys, Queries, Values, s
 def attention(
     q: Queries, k: Keys, v: Values, attend: Attend, rows: Int64[Tensor, " queries"]
 ) -> Attended:
-    """Compute `spec.Attention.attention` with dropout (`attend.dropout`), forming all
+    """Compute `spec.AttentionBackend.attention` with dropout (`attend.dropout`), forming all
     probabilities. `rows`: the queries' indices in the sequence; keys are those of the whole
     sequence, from 0 on.
     """

@@ -44,8 +44,8 @@ from dolmen.ops.attention.spec import (
 def attention(
     q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0, *, cudnn: bool = False
 ) -> Attended:
-    """`spec.Attention.attention` by flash's kernels, with autograd; `later` is 0, as there are no
-    prefixes. `cudnn`: use cuDNN's where they fit.
+    """`spec.AttentionBackend.attention` by flash's kernels, with autograd; `later` is 0, as there
+    are no prefixes. `cudnn`: use cuDNN's where they fit.
     """
     size, run, call = v.shape[3], _run(attend.documents), _call(q, attend, cudnn)
     # multi-head latent attention: q and k of 192, v of 128
@@ -61,8 +61,8 @@ def attention(
 def partial(
     q: Queries, k: Keys, v: Values, at: Place, *, cudnn: bool = False
 ) -> tuple[Attended, LogSum]:
-    """`spec.Attention.partial` by flash's kernels: a run of queries to its own keys, or to earlier
-    ones.
+    """`spec.AttentionBackend.partial` by flash's kernels: a run of queries to its own keys, or to
+    earlier ones.
     """
     size, call = v.shape[3], _call(q, at.attend, cudnn)
     q, k, v = _pad_heads(q, k, v)
@@ -83,7 +83,7 @@ def partial_backward(
     *,
     cudnn: bool = False,
 ) -> tuple[Queries, Keys, Values]:
-    """`spec.Attention.partial_backward` by flash's kernels; dk and dv in fp32."""
+    """`spec.AttentionBackend.partial_backward` by flash's kernels; dk and dv in fp32."""
     (out, log_sum), sizes = full, (q.shape[3], k.shape[3], v.shape[3])
     call = _call(q, at.attend, cudnn)
     g, q, k, v, out = _pad_heads(g, q, k, v, out)

@@ -18,8 +18,8 @@ from dolmen.ops.attention.spec import Attended, Keys, Place, Queries, Values
 
 
 def definition(q: Queries, k: Keys, v: Values, attend: Attend = Attend()) -> Attended:
-    """Compute `spec.Attention.attention` by its definition, with autograd, in the dtype of q:
-    float64 where it is a reference. Memory O(batch heads queries keys). It reads the fields of
+    """Compute `spec.AttentionBackend.attention` by its definition, with autograd, in the dtype of
+    q: float64 where it is a reference. Memory O(batch heads queries keys). It reads the fields of
     `attend` by itself, and calls none of the methods that backends do: what these get wrong, it
     does not.
     """
@@ -271,4 +271,6 @@ def _attend(case: Case, first: int, length: int, device: torch.device, back: boo
         return case.attend
     run = spec.run(spec.begins(run_whole.host_starts), first, length, device, back)
     run_whole = replace(run_whole, runs=(run,))
-    return case.attend.with_documents(run_whole.part(slice(first, first + length)).on(device))
+    return case.attend.with_documents(
+        run_whole.part(slice(first, first + length)).to_device(device)
+    )

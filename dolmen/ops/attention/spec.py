@@ -134,7 +134,7 @@ class Documents:
         )
         return Documents(starts, host_starts, self.runs, reach, host_reach)
 
-    def on(self, device: torch.device) -> "Documents":
+    def to_device(self, device: torch.device) -> "Documents":
         """Copy starts and reach from the host to `device` asynchronously; the host's
         copies stay.
         """
