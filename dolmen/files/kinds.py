@@ -203,6 +203,20 @@ class MetricsFields(TypedDict):
 METRICS_ROW = Kind(Annotated[MetricsFields, needs(loss="tokens lr")], size=MIB, depth=4)
 
 
+class ReceiptFields(TypedDict):
+    """A row of receipts.jsonl."""
+
+    step: Count
+    loss: str
+    grad_norm: str
+    receipt: str
+    operators: dict[str, str]
+    weights: dict[str, dict[str, str]]
+
+
+RECEIPT_ROW = Kind(ReceiptFields, size=64 * MIB, depth=4)
+
+
 class SampleFields(TypedDict):
     """A row of samples.jsonl: what a model wrote of a prompt after so many steps of training."""
 

@@ -91,6 +91,7 @@ class FileForm:
 FORMS = {
     "config.yaml": FileForm(r"config\.yaml(\.part)?"),
     "metrics.jsonl": FileForm(r"metrics\.(jsonl(\.part)?|part|damaged(-\d+)?\.jsonl)"),
+    "receipts.jsonl": FileForm(r"receipts\.jsonl(\.part)?"),
     "history.jsonl": FileForm(r"history\.jsonl(\.part)?"),
     "samples.jsonl": FileForm(r"samples\.jsonl(\.part)?"),
     "loss.png": FileForm(r"loss\.png(\.part)?"),
@@ -119,7 +120,7 @@ FORMS = {
     OWNER: FileForm(r"\.overwritten-by(\.part)?", list_kind="not"),
 }
 """The forms of paths, by their first part."""
-OPTIONAL = ("hf", "profile", "reference", "calibration.png", "samples.jsonl")
+OPTIONAL = ("hf", "profile", "reference", "calibration.png", "samples.jsonl", "receipts.jsonl")
 """Names that a run writes only with some options."""
 WRITTEN = tuple(n for n, form in FORMS.items() if form.list_kind != "not" and n not in OPTIONAL)
 """Names that every run writes."""

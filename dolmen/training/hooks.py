@@ -20,10 +20,12 @@ from dolmen.core.messages import cut, plural
 from dolmen.data.base_loader import Loader
 from dolmen.launch.watchdog import Watch
 from dolmen.model import count
+from dolmen.optim.optimizer import DTYPES
 from dolmen.training import balance, loop, metrics, report
 from dolmen.training.checks import warn
 from dolmen.training.config import RunConfig
 from dolmen.training.evaluate import RunEvaluator, Validator
+from dolmen.training.folder import claim
 from dolmen.training.loop import Hook, Stop
 from dolmen.training.metrics import (
     CallbackWriter,
@@ -34,6 +36,7 @@ from dolmen.training.metrics import (
 )
 from dolmen.training.mfu import Peak
 from dolmen.training.profile import Profile
+from dolmen.training.receipt import RECEIPTS, Receipts
 from dolmen.training.state import TrainState
 from dolmen.training.step import StepMetrics
 
@@ -86,6 +89,11 @@ class TrainingHooks:
         self.skipped_in_a_row, self.finite = 0, True
         self.disagreed = False  # trainer and generator have, which is reported once
         self.record = metrics.MetricsFile(out / "metrics.jsonl", state.step) if mesh.first else None
+        self.receipts = None
+        if run.train.numerics == "exact":
+            if mesh.first:
+                claim(out, RECEIPTS)
+            self.receipts = Receipts(out / RECEIPTS, state.step, mesh, DTYPES[run.train.dtype])
         self.history = HistoryFile(out / metrics.HISTORY if mesh.first else None)
         # steps between validations, evaluations and rows per rank, where no option is set
         self.first, self.tenth = state.step + 1, max(1, state.steps // 10)
@@ -118,6 +126,8 @@ class TrainingHooks:
         interval = self.run.log.validate_every
         validating = self.tenth if interval is None else interval
         hooks = [(1, self.count), (self.run.log.every, self.log)]
+        if self.receipts is not None:
+            hooks.insert(1, (1, self.receipts.add))
         if self.run.log.profile is not None:
             hooks.append((self.run.log.profile, self.write_profile))
         if self.loader.validation_tokens:
@@ -346,6 +356,8 @@ class TrainingHooks:
         if self.evaluator is not None:
             self.evaluator.close()
         self.profile.close()
+        if self.receipts is not None:
+            self.receipts.close()
         self.line.close()
         for writer in self.writers:
             writer.close()

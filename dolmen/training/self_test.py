@@ -70,28 +70,32 @@ def check_machine(
         consensus.require_same(
             {
                 "CPU capability": torch.backends.cpu.get_cpu_capability(),
-                "digest of products and functions": digest_operators(dtype),
+                **{f"digest of {name}": value for name, value in digest_operators(dtype).items()},
             },
             "compute the same bits (train.numerics exact)",
             "use hosts with CPUs of one kind, or set --train.numerics fast",
         )
 
 
-def digest_operators(dtype: torch.dtype = torch.float32) -> str:
-    """Return a digest of the bits that this CPU and its libraries give to a product in `dtype` and
-    to elementwise functions, on one thread.
+def digest_operators(dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    """Return digests of the bits that this CPU and its libraries give to a product and to attention
+    in `dtype`, and to functions of fp32, by name; on one thread.
     """
     x = _random_matrix(64, 200, False)
     positive = x.abs() + 0.1
     functions = (torch.exp, torch.log, torch.rsqrt, torch.tanh, torch.erf, torch.cos, torch.sin)
+    heads = x.to(dtype).view(1, 50, 4, 64)
     with invariant.one_thread():
-        product = invariant.product(x.to(dtype), _random_matrix(200, 48, True, dtype))
-        results = [product.float(), positive.sum(-1)]
-        results += [function(positive) for function in functions]
-    digest = hashlib.blake2b(digest_size=8)
-    for result in results:
-        digest.update(result.numpy().tobytes())
-    return digest.hexdigest()
+        results = {
+            "product": invariant.product(x.to(dtype), _random_matrix(200, 48, True, dtype)),
+            "attention": torch.cat(_attention(heads, heads, heads, heads, AttentionSpec(4, 4, 64))),
+            "sum": positive.sum(-1),
+            **{function.__name__: function(positive) for function in functions},
+        }
+    return {
+        name: hashlib.blake2b(result.float().numpy().tobytes(), digest_size=8).hexdigest()
+        for name, result in results.items()
+    }
 
 
 def product_shapes(

@@ -18,7 +18,7 @@ from dolmen.ops import invariant
 from dolmen.ops.exact import Exact
 from dolmen.planning import dryrun
 from dolmen.planning.config import DryrunConfig, DryrunRequest
-from dolmen.training import self_test
+from dolmen.training import receipt, self_test
 from dolmen.training.checks.exact import check_exact
 from dolmen.training.config import RunConfig
 from dolmen.training.run import run_training
@@ -205,7 +205,7 @@ def refuse_other_bits(spec) -> None:
     self_test.check_machine(spec, Exact(2, 10), 4, mesh)
     if mesh.rank == 1:
         invariant.product = lambda a, b: right(a, b) * (1 + 2**-23)
-    refusal = r"do not compute the same bits(.|\n)*rank 1 on (.|\n)*digest of products"
+    refusal = r"do not compute the same bits(.|\n)*rank 1 on (.|\n)*digest of product"
     with pytest.raises(ValueError, match=refusal):
         self_test.check_machine(spec, Exact(2, 10), 4, mesh)
 
@@ -226,6 +226,22 @@ def test_the_self_test_has_every_product(material):
     halves = self_test.product_shapes(spec, Exact(2, 10), 4, 2)
     assert all(s.leaf_n in (s.n, s.n // 2) for s in shapes)
     assert all((s.leaf_n, s.leaf_m) in ((s.n, s.m), (s.n, 10)) for s in halves)
+
+
+def receipts(folder: Path) -> list[str]:
+    """Its receipts, of each step."""
+    return [row["receipt"] for row in receipt.read_receipts(folder / "receipts.jsonl")]
+
+
+def test_a_digest_is_a_sum_over_parts_and_sees_each_bit():
+    whole = torch.randn(24, 20, generator=torch.Generator().manual_seed(0))
+    seen = {receipt.digest(whole)}
+    for row, column, bit in ((0, 0, 0), (5, 19, 31), (23, 7, 22), (23, 8, 22)):
+        flipped = whole.clone()
+        flipped.view(torch.int32)[row, column] ^= -(2**31) if bit == 31 else 1 << bit
+        seen.add(receipt.digest(flipped))
+    seen |= {receipt.digest(whole.roll(1, dim)) for dim in (0, 1)}
+    assert len(seen) == 7
 
 
 def train(material: Material, out: Path, layout: Layout | None = None, resumed=False, **options):
@@ -258,4 +274,6 @@ def test_a_run_goes_on_at_any_layout(material, tmp_path, spawn):
     spawn(2)(resume_everywhere, material, tmp_path)
     for name in LAYOUTS:
         assert losses(tmp_path / name) == losses(tmp_path / "whole"), name
+        found, want = (receipts(tmp_path / folder) for folder in (name, "whole"))
+        assert found == want and len(set(want)) == 6
         assert same(tensors(tmp_path / name, 6), tensors(tmp_path / "whole", 6)), name

@@ -1,0 +1,132 @@
+"""Receipts of a run with exact numerics: receipts.jsonl has a row per step, whose bits no layout
+changes, so that a run can be audited by repeating some of its steps (replay.py).
+
+    {"step": 3, "loss": "0x1.d...", "grad_norm": "0x1.3...", "receipt": "9f1c...",
+     "operators": {"product": "5e0d...", "exp": "b2a8...", ...},
+     "weights": {"layers.0.attn.q.weight": {"0": "00c4...", "1": "7d31..."}, ...}}
+
+`receipt` is a hash of the receipt of the step before, of loss and norm, and of the digest of each
+weight after the step. That digest is a sum over elements, modulo 2^64, so it is that of the full
+weight however it is sharded: `weights` has the part of each rank that owns one.
+
+    sum over i of row(i) (sum over j of column(j) bits(i, j) mod 2^32)
+
+row and column are odd numbers that follow from the indices. A single flipped bit changes the digest
+always, other changes but for one case in 2^32. It finds faults, and is no proof against forgery.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dolmen.core.consensus import gather_objects
+from dolmen.core.mesh import Mesh
+from dolmen.core.state import local_view, region, replication_weight
+from dolmen.files import gate, kinds, write
+from dolmen.model.decoder import Decoder
+from dolmen.training.self_test import digest_operators
+from dolmen.training.state import TrainState
+from dolmen.training.step import StepMetrics
+
+RECEIPTS = "receipts.jsonl"
+MIX = (-4658895280553007687, -7723592293110705685)  # splitmix64's finaliser
+
+
+class Receipts:
+    """receipts.jsonl of a run, a hook of every step; every rank calls it, the first writes. Opened
+    at step s it drops the rows of later steps, which a resumed run repeats.
+    """
+
+    def __init__(self, file: Path, step: int, mesh: Mesh, dtype: torch.dtype):
+        self.mesh, self.operators = mesh, digest_operators(dtype)
+        kept = [row for row in read_receipts(file) if row["step"] <= step] if mesh.first else []
+        self.receipt = kept[-1]["receipt"] if kept else ""
+        self.handle = None
+        if mesh.first:
+            write.replace(file, "".join(json.dumps(row) + "\n" for row in kept))
+            self.handle = write.append(file)
+
+    def add(self, state: TrainState, m: StepMetrics) -> None:
+        """Append the receipt of the step that was made. Collective."""
+        weights = digest_weights(state.model, self.mesh)
+        row = {"step": state.step, "loss": m.loss.hex(), "grad_norm": m.grad_norm.hex()}
+        self.receipt = chain(self.receipt, row["loss"], row["grad_norm"], weights)
+        if self.handle is not None:
+            row |= {"receipt": self.receipt, "operators": self.operators, "weights": weights}
+            self.handle.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        if self.handle is not None:
+            self.handle.close()
+
+
+def read_receipts(file: Path) -> list[dict[str, Any]]:
+    """Return the rows of receipts.jsonl; none where the file does not exist. Raises RefusedLine for
+    a damaged line other than the last, which a crash may have cut.
+    """
+    rows: list[dict[str, Any]] = []
+    if not file.exists():
+        return rows
+    lines = sum(1 for _ in file.open("rb"))
+    try:
+        rows.extend(row for _, row in gate.read_json_lines(file, kinds.RECEIPT_ROW))
+    except gate.RefusedLine:
+        if len(rows) + 1 < lines:
+            raise
+    return rows
+
+
+Weights = Mapping[str, Mapping[str, str]]
+"""Digest of each rank's part of each weight."""
+
+
+def chain(before: str, loss: str, norm: str, weights: Weights) -> str:
+    """Return the receipt of a step after the receipt `before`, whatever the ranks' parts are."""
+    digest = hashlib.blake2b(f"{before} {loss} {norm}".encode(), digest_size=16)
+    for name in sorted(weights):
+        digest.update(f" {name} {total(weights[name])}".encode())
+    return digest.hexdigest()
+
+
+def total(parts: Mapping[str, str]) -> int:
+    """Return the digest of a full weight from those of its parts."""
+    return sum(int(part, 16) for part in parts.values()) % 2**64
+
+
+def digest_weights(model: Decoder, mesh: Mesh) -> Weights:
+    """Return the digest of each weight of the model, by the ranks that own a part of it, of which
+    those who hold a copy of another's are none. Collective.
+    """
+    tied = model.tied_across_ranks
+    own = {
+        name: f"{digest(p) % 2**64:016x}"
+        for name, p in model.named_parameters()
+        if (mesh.tp.rank == 0 or replication_weight(p) == 1)
+        and (p is not tied or mesh.ends.rank == 0)
+    }
+    weights: dict[str, dict[str, str]] = {}
+    for rank, parts in enumerate(gather_objects(own) if mesh.size > 1 else [own]):
+        for name, part in parts.items():
+            weights.setdefault(name, {})[str(rank)] = part
+    return weights
+
+
+def digest(p: Tensor) -> int:
+    """Return the digest of this rank's part of an fp32 tensor of one or two dims."""
+    row, column = (_odd(indices) for indices in (*region(p), slice(0, 1))[:2])
+    bits = local_view(p).contiguous().view(torch.int32).view(len(row), len(column))
+    return int(((bits * column.int()).sum(-1) * row).sum())
+
+
+def _odd(indices: slice) -> Tensor:
+    """Return an odd number for each index, by splitmix64's mixing."""
+    z = torch.arange(indices.start + 1, indices.stop + 1)
+    for factor in MIX:
+        z = (z ^ (z >> 29)) * factor
+    return z ^ (z >> 32) | 1
