@@ -35,9 +35,9 @@ from dolmen.optim.optimizer import DTYPES, master_dtype
 from dolmen.parallel import data
 from dolmen.parallel.schedule import Action, Schedule
 from dolmen.planning.config import DryrunRequest, ranks_of
-from dolmen.planning.counting import Counting
+from dolmen.planning.counting import Counting, Memory
 from dolmen.planning.dry_report import DryRunReport
-from dolmen.planning.ledger import Ledger, Live, Memory
+from dolmen.planning.ledger import Ledger, Live
 from dolmen.planning.steady_state import DryRunSteps, shorten_step
 from dolmen.training import loop
 from dolmen.training.checks.run import validate_computation
