@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         return command.run(argv[0], options)
     except BadInput as error:
         if _is_first():
-            print(f"dolmen {argv[0]}: {error}", file=sys.stderr)
+            print(f"dolmen {command.full_verb(argv)}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # or Python would fail again as it flushes stdout at exit

@@ -133,6 +133,12 @@ def parse_config(cls: type[Any], verb: str, argv: list[str]) -> Any:
     return config
 
 
+def full_verb(argv: list[str]) -> str:
+    """Return the verb of a command line, with its part if it has one: "vocab extend"."""
+    _, parts = PARTS.get(argv[0], ("", {}))
+    return " ".join(argv[:2] if argv[1:] and argv[1] in parts else argv[:1])
+
+
 def parse_part(verb: str, argv: list[str]) -> Any:
     """Return the configuration of a verb with parts, such as `vocab train`. Exits with 0 after
     --help. Raises BadInput or ValueError.

@@ -129,7 +129,7 @@ def tokens_by_name(folder: Path | str) -> dict[str, int]:
                 vocab = content["model"].get("vocab", {})
                 tokens |= vocab if isinstance(vocab, dict) else {}
                 tokens |= {
-                    token["content"]: token["id"] for token in content.get("added_tokens") or ()
+                    token["content"]: token["id"] for token in content.get("added_tokens", ())
                 }
             case "tokenizer_config.json":
                 added = content.get("added_tokens_decoder", {})

@@ -120,6 +120,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def megabytes(size: int) -> str:
+    """Return a size in bytes as text: "1,234.5 MB", or "812 bytes" below 0.1 MB."""
+    return f"{size / 1e6:,.1f} MB" if size >= 1e5 else plural(size, "byte")
+
+
 def one_line(text: str) -> str:
     """Return a message, which may hold names of files and the text of libraries, as one printable
     line.
@@ -136,12 +141,16 @@ def escape(name: object) -> str:
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 DTYPES |= {"half": "float16", "float": "float32", "double": "float64"}
+# what others call a format of --to
+FORMATS = {"transformers": "hf", "huggingface": "hf", "safetensors": "hf"}
+FORMATS |= {"mcore": "megatron-core", "torch_dist": "torch-dist", "dist": "torch-dist"}
 
 
 def choices(value: str, known: Iterable[object]) -> str:
     """Return the text after `X is VALUE: ` that lists the allowed values or suggests one."""
     names = [str(name) for name in known]
-    meant = DTYPES.get(value.lower().removeprefix("torch."), value.removeprefix("torch."))
+    plain = value.lower().removeprefix("torch.")
+    meant = (DTYPES | FORMATS).get(plain, value.removeprefix("torch."))
     if meant in names:
         return f"did you mean {meant}?"
     return f"use one of {', '.join(names)}"

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 
 from dolmen.core.log import bar, say
-from dolmen.core.messages import plural
+from dolmen.core.messages import megabytes, plural
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.mixture import TokenStream
 from dolmen.data.sources import DataSource
@@ -238,7 +238,7 @@ def build_corpus(
     """
     started, sizes = time.monotonic(), [size for _, size, *_ in origin["files"]]
     title = (
-        f"tokenising {source.name}: {sum(sizes) / 1e6:,.1f} MB in {plural(len(sizes), 'file')}, "
+        f"tokenising {source.name}: {megabytes(sum(sizes))} in {plural(len(sizes), 'file')}, "
         f"{workers} threads"
     )
     with bar(title, None if source.hubs else sum(sizes), progress) as reach:

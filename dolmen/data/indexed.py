@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from dolmen.core.log import bar
+from dolmen.core.messages import megabytes
 from dolmen.data.corpus import Corpus
 from dolmen.data.token_cache import Form, found_or_built, identity_of, write_index
 from dolmen.data.tokenise import DOCUMENT, SEAM
@@ -52,7 +53,7 @@ def open_indexed(
 
     def build(part: Path) -> None:
         """Hash all documents into a new cache folder."""
-        title = f"hashing the documents of {file}: {content.tokens.nbytes / 1e6:,.1f} MB"
+        title = f"hashing the documents of {file}: {megabytes(content.tokens.nbytes)}"
         with bar(title, content.tokens.nbytes, progress) as reach:
             hashes, largest = hash_documents(
                 file, content.tokens, offsets, vocab_size, option, reach

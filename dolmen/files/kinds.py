@@ -113,7 +113,7 @@ TOKENIZER_MODEL = typed_dict(
     },
 )
 TOKENIZER = Kind(
-    typed_dict({"model": TOKENIZER_MODEL}, {"added_tokens": list[ADDED] | None}), size=256 * MIB
+    typed_dict({"model": TOKENIZER_MODEL}, {"added_tokens": list[ADDED]}), size=256 * MIB
 )
 TOKENIZER_CONFIG = Kind(
     typed_dict(

@@ -41,7 +41,7 @@ import xxhash
 from dolmen.core import filesystem
 from dolmen.core.filesystem import expand, is_url
 from dolmen.core.log import say
-from dolmen.core.messages import plural
+from dolmen.core.messages import megabytes, plural
 from dolmen.files import gate, kinds, write
 
 T = TypeVar("T")
@@ -377,7 +377,7 @@ def pull_files(
     names, sums = sorted(wanted(list(files))), read_sums(remote, files)
     if missing := [name for name in names if not is_copy(target / name, files[name])]:
         size = sum(files[name].size for name in missing)
-        say(f"downloading {url}: {plural(len(missing), 'file')}, {size / 1e6:,.1f} MB -> {target}")
+        say(f"downloading {url}: {plural(len(missing), 'file')}, {megabytes(size)} -> {target}")
     for name in names:
         write_into(target, name)
         remote.download(name, files[name], target / name, sums_check(url, name, sums.get(name)))

@@ -11,6 +11,7 @@ writes to the file descriptor FD {"number", "reward": number}, {"number", "turn"
 """
 
 import importlib
+import importlib.util
 import inspect
 import json
 import os
@@ -170,8 +171,11 @@ def import_function(name: str) -> Callable[..., Any]:
     try:
         target = importlib.import_module(module)
     except Exception as error:
-        hint = f"; write {module[:-3]}:{function}" if module.endswith(".py") else ""
-        why = f"{type(error).__name__}: {error}"
+        why, hint = f"{type(error).__name__}: {error}", ""
+        if module.endswith(".py"):
+            if importlib.util.find_spec(module[:-3].split(".")[0]) is None:
+                raise ValueError(f"{name}: no file {module} in {os.getcwd()}") from error
+            hint = f"; write {module[:-3]}:{function}"
         raise ValueError(f"{module} cannot be imported: {why}{hint}") from error
     if not callable(target.__dict__.get(function)):
         raise ValueError(f"{module} has no function {function}")

@@ -88,6 +88,7 @@ class TrainingHooks:
         self.skipped = state.step - state.updates - min(state.step, state.critic_warmup_steps)
         self.skipped_in_a_row, self.finite = 0, True
         self.disagreed = False  # trainer and generator have, which is reported once
+        self.rewards_differed = False  # within an iteration of this start
         self.record = metrics.MetricsFile(out / "metrics.jsonl", state.step) if mesh.first else None
         self.receipts = None
         if run.train.numerics == "exact":
@@ -156,6 +157,11 @@ class TrainingHooks:
         ):
             self.disagreed = True
             self.line.say(f"WARNING: {mismatch}")
+        # without rollouts there is no such metric
+        numbers = self.loader.extra_metrics
+        self.rewards_differed |= numbers.get("rollout/reward_std", 1.0) != 0
+        if state.step == state.steps and not self.rewards_differed:
+            self.line.say(f"WARNING: {warn.constant_reward(numbers)}")
         if m.skipped:
             scale = f"; loss scale now {state.scale.value:g}" if state.scale.dynamic else ""
             self.line.say(f"step {state.step}: {self.reason(m)}, the step is skipped{scale}")

@@ -298,6 +298,8 @@ def _mfu(row: dict) -> str:
     it is known.
     """
     measured = f"{row['mfu_measured']:.1%} of measured peak"
+    if row["mfu_measured"] > 1:
+        measured += " (which was measured on a busy device)"
     if "mfu_datasheet" in row:
         return f"MFU {row['mfu_datasheet']:.1%} of datasheet peak, {measured}"
     return f"MFU {measured}"

@@ -68,7 +68,7 @@ class Vocabulary:
         """Id -> token, of added tokens (special ones, for example), which are matched before the
         text is tokenised.
         """
-        added = [] if self.content is None else self.content.get("added_tokens") or []
+        added = [] if self.content is None else self.content.get("added_tokens", [])
         return {token["id"]: token["content"] for token in added}
 
     @cached_property

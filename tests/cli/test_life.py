@@ -334,7 +334,8 @@ def test_a_warm_up_longer_than_the_run_is_told(material, tmp_path):
     )
     assert rows(tmp_path / "run")[-1]["lr"] == 0.0005
     exact = material.config(optimizer={"lr": 0.01, "warmup_steps": 40})
-    assert warmup_over_run(exact, 40) is None and warmup_over_run(exact, 39)
+    assert warmup_over_run(exact, 41) is None and warmup_over_run(exact, 39)
+    assert "reaches 0.01 in the last step; set" in (warmup_over_run(exact, 40) or "")
 
 
 # ---- a full disk

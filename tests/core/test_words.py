@@ -3,7 +3,16 @@ from pathlib import Path
 import pytest
 
 from dolmen.core.filesystem import expand
-from dolmen.core.messages import brief, cut, divisor, one_line, plural, printable
+from dolmen.core.messages import (
+    brief,
+    choices,
+    cut,
+    divisor,
+    megabytes,
+    one_line,
+    plural,
+    printable,
+)
 
 
 @pytest.mark.parametrize(
@@ -38,3 +47,19 @@ def test_divisor():
 def test_expand():
     assert expand("~/x") == Path.home() / "x" and expand("a/~") == Path("a/~")
     assert expand("~nobody-of-this-name/x") == Path("~nobody-of-this-name/x")
+
+
+def test_a_size_below_a_tenth_of_a_megabyte_is_in_bytes():
+    assert [megabytes(n) for n in (1, 99_999, 100_000, 123_456_789)] == [
+        "1 byte",
+        "99,999 bytes",
+        "0.1 MB",
+        "123.5 MB",
+    ]
+
+
+def test_formats_are_found_under_the_names_of_others():
+    formats = ("hf", "megatron", "megatron-core", "torch-dist")
+    assert choices("transformers", formats) == "did you mean hf?"
+    assert choices("mcore", formats) == "did you mean megatron-core?"
+    assert choices("onnx", formats) == f"use one of {', '.join(formats)}"

@@ -127,6 +127,14 @@ def test_no_tokenizer(tmp_path):
             tokenizers.load_tokenizer(str(tmp_path))
 
 
+def test_added_tokens_that_are_no_list_are_refused(tmp_path):
+    """`transformers` fails on them with "'NoneType' object is not iterable"."""
+    content = {"version": "1.0", "added_tokens": None, "model": {"type": "BPE", "vocab": {}}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(Refused, match=r"tokenizer.json: added_tokens is null: it must be a list"):
+        tokenizer_files.check_files(tmp_path)
+
+
 def test_bpe_needs_the_bytes(tmp_path):
     with pytest.raises(ValueError, match="vocab_size is 256: use --model.vocab-size 257"):
         tokenizers.train_bpe(["a"], 256, tmp_path / "t", progress=False)

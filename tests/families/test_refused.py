@@ -342,3 +342,9 @@ def test_groups_that_are_not_stated():
         Model(content)
     with pytest.raises(ValueError, match="but topk_group is None: set --model.topk-group$"):
         Model(content | {"n_group": 8})
+
+
+def test_a_large_integer_is_refused_with_its_bound():
+    config = {"model_type": "llama", "rms_norm_eps": 2**64}
+    with pytest.raises(ValueError, match=r"rms_norm_eps is 18\d+: it must be less than 2\^64, or"):
+        Model(config)

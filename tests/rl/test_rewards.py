@@ -125,6 +125,7 @@ def test_what_takes_too_long_has_failed_and_what_comes_after_has_not():
         ),
         ("reward_functions:NUMBER", "has no function NUMBER"),
         ("no_such_module:f", "cannot be imported"),
+        ("no_such_file.py:f", "no_such_file.py:f: no file no_such_file.py in /"),
     ],
 )
 def test_a_function_that_is_not_there_is_refused(name, why):

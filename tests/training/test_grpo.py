@@ -172,6 +172,13 @@ def test_a_run_that_stopped_within_a_phase_goes_on_bitwise(prompts, tmp_path):
 
 @pytest.mark.spawn
 @pytest.mark.slow
+def test_equal_rewards_of_a_whole_run_are_warned_about(prompts, tmp_path):
+    more = ("--train.steps", 2, "--rollout.prompts", 2, "--reward", "regex:@@@@")
+    ended = dolmen(*options(prompts, tmp_path / "run", *more))
+    assert ended.code == 0, ended.err
+    assert "WARNING: all rewards of this run were equal, in the last iteration 0: " in ended.out
+
+
 def test_a_reward_that_fails_is_refused_ends_the_run_or_is_counted(prompts, tmp_path, monkeypatch):
     """A function that is not there before anything is written; one that raises with a sentence."""
     (tmp_path / "mine.py").write_text(

@@ -105,6 +105,7 @@ def test_both_are_named_in_the_line_and_the_header():
     row = {"mfu_measured": 0.551, "mfu_datasheet": 0.412}
     assert report._mfu(row) == "MFU 41.2% of datasheet peak, 55.1% of measured peak"
     assert report._mfu({"mfu_measured": 0.551}) == "MFU 55.1% of measured peak"
+    assert "104.0% of measured peak (which was measured" in report._mfu({"mfu_measured": 1.04})
     told = report.describe_mfu(replace(RunConfig(), model=RECIPES["llama-8b"]().model))
     assert told == (
         "of 45.43 GFLOP per token, attention to the keys that queries see; with all keys, as "

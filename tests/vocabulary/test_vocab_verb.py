@@ -50,7 +50,9 @@ def test_from_text_to_a_merged_tokenizer(corpora, vocabularies, tmp_path):
 def test_what_is_refused(words, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = dolmen("vocab", *words.split())
-    assert done.code == 2 and said in done.err and done.err.startswith("dolmen vocab: ")
+    part = words.split(" ")[0]
+    prefix = f"vocab {part}" if part in ("train", "merge", "extend") else "vocab"
+    assert done.code == 2 and said in done.err and done.err.startswith(f"dolmen {prefix}: ")
     assert done.err.count("\n") == 1 and not [*tmp_path.iterdir()]
 
 

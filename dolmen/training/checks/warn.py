@@ -39,10 +39,15 @@ def warnings(resolved: ResolvedRun, loader: Loader, step: int, steps: int) -> li
 
 
 def warmup_over_run(run: RunConfig, steps: int) -> str | None:
-    """Return a warning where the warm-up is longer than the run of `steps` steps, or None."""
+    """Return a warning where the warm-up takes the whole run of `steps` steps, or more; or None."""
     warmup, lr = math.ceil(run.warmup_steps), run.optimizer.lr
-    if warmup <= steps:
+    if warmup < steps or steps == 1 == warmup:
         return None
+    if warmup == steps:
+        return (
+            f"optimizer.warmup-steps ({warmup}) are all steps of the run: the learning rate "
+            f"reaches {lr:g} in the last step; set --optimizer.warmup-steps {max(1, steps // 10)}"
+        )
     return (
         f"optimizer.warmup-steps ({warmup}) exceeds the run's {plural(steps, 'step')}: the "
         f"learning rate ends at {lr * steps / warmup:.3g} and never reaches {lr:g}; set "
@@ -160,6 +165,17 @@ def small_validation_split(run: RunConfig, loader: Loader) -> str | None:
     return (
         f"the validation text has {plural(held_out, unit)}{shares}, and a batch {batch:,}: its "
         f"loss is noisy; use {option}" + ("" if requested else " text in --data.validation")
+    )
+
+
+def constant_reward(metrics: Mapping[str, float]) -> str:
+    """Return the warning of a run of which no iteration had two different rewards, by the metrics
+    of the last one.
+    """
+    return (
+        f"all rewards of this run were equal, in the last iteration {metrics['rollout/reward']:g}: "
+        "advantages were 0, and nothing was learned. Check the reward of the completions in "
+        "rollouts/"
     )
 
 
