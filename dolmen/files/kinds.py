@@ -279,12 +279,26 @@ class SummaryFields(TypedDict):
     val_sources: NotRequired[dict[str, float]]
     val_sources_per_byte: NotRequired[dict[str, float]]
     val_sources_before: NotRequired[dict[str, float]]
+    goodput: NotRequired[dict[str, NonNegative]]
+    slow_ranks: NotRequired[dict[str, NonNegative]]
 
 
 SUMMARY = Kind(SummaryFields, depth=4)
 SUMS = Kind(
     typed_dict({"files": dict[str, str], "digest": str}), size=64 * MIB, depth=2
 )  # files/storage.py
+
+
+class GoodputFields(TypedDict):
+    """Seconds of a run by phase, training/goodput.py."""
+
+    until: NonNegative
+    reached: Count
+    seconds: dict[str, NonNegative]
+    slow: dict[str, NonNegative]
+
+
+GOODPUT = Kind(GoodputFields, depth=4)
 TextFile = tuple[str, Count, int, int]  # path, size, times of modification and change
 
 

@@ -88,6 +88,28 @@ def read_launch() -> Launch | None:
         return Launch.read()
 
 
+def started_at(with_launcher: bool) -> float:
+    """Return when this process was started, in seconds since 1970, or now if it is no `dolmen` but
+    a Python that calls it; `with_launcher`: its launcher, ours or torchrun's agent, if it has one.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    own = Path(sys.argv[0]).name == "dolmen" or (spec and spec.name == "dolmen.__main__")
+    age = _age("self") if own else 0.0
+    if own and with_launcher and (LAUNCHER in os.environ or strings.RUN in os.environ):
+        age = max(age, _age(os.environ.get(LAUNCHER, str(os.getppid()))))
+    return time.time() - age
+
+
+def _age(pid: str) -> float:
+    """Return how many seconds ago process `pid` was started; 0 if it has ended."""
+    try:
+        ticks = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    except OSError:
+        return 0.0
+    # field 22 of stat: ticks since the machine has started
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(ticks) / os.sysconf("SC_CLK_TCK")
+
+
 def launched_here() -> bool:
     """Return True for a worker that our own launcher started."""
     return LAUNCHER in os.environ

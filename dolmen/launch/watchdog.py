@@ -33,6 +33,7 @@ from dolmen.files import gate, kinds, write
 T = TypeVar("T")
 PATIENT = 10  # times `seconds`: start-up and the last save
 TORCH = 1800.0  # seconds that torch gives a collective over gloo; over NCCL 600
+OURS = "/dolmen/"  # in the path of our own files
 MAIN, ALL = "main thread", "all threads:"  # headings in rank-N.txt
 
 
@@ -65,6 +66,7 @@ class Watch:
         self.passed = 0
         self.step = 0
         self.phase = "start-up"
+        self.pass_point: Callable[[int, str], None] = lambda step, point: None
         self.patient = True
         self.since = time.monotonic()
         self.tick, self.done, self.main = 0, threading.Event(), threading.get_ident()
@@ -77,6 +79,7 @@ class Watch:
         self.step = step
         self.phase = phase
         self.patient = patient
+        self.pass_point(step, phase)
         self.passed = self.passed + 1
         self.since = time.monotonic()
 
@@ -150,7 +153,7 @@ class Watch:
             "step": self.step,
             "phase": self.phase,
             "still": round(time.monotonic() - self.since, 1),
-            "waits": stands_in_collective(sys._current_frames().get(self.main)),
+            "waits": collective_of(sys._current_frames().get(self.main)) is not None,
         }
         with contextlib.suppress(OSError):
             write.replace(self._file(), json.dumps(row), lasting=False)
@@ -222,20 +225,35 @@ class Watch:
         return "\n".join('  File "' + frame.rstrip() for frame in kept[-12:])
 
 
-def stands_in_collective(frame: FrameType | None) -> bool:
-    """Return True if a thread at `frame` waits for other ranks: one of its four innermost calls is
-    in torch.distributed or in our collectives.
+def collective_of(frame: FrameType | None) -> str | None:
+    """Return the collective that a thread at `frame` stands in, with the function that called it;
+    None if it does not wait for other ranks: none of its four innermost calls is in
+    torch.distributed or in our collectives.
     """
     for _ in range(4):
-        if frame is None:
-            return False
-        file = frame.f_code.co_filename
-        if strings.COLLECTIVES in file or file.endswith(
-            ("/core/collectives.py", "/core/transfers.py")
-        ):
-            return True
+        if frame is None or _is_collective(frame):
+            break
         frame = frame.f_back
-    return False
+    if frame is None or not _is_collective(frame):
+        return None
+    name = ""
+    while frame is not None and (_is_collective(frame) or OURS not in frame.f_code.co_filename):
+        # the outermost call of our own collectives; of torch's the innermost, but for decorators
+        own = _is_collective(frame) and OURS in frame.f_code.co_filename
+        if own or (not name and frame.f_code.co_name != "wrapper"):
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    if frame is None:
+        return name
+    return f"{name} in {frame.f_code.co_name} ({frame.f_code.co_filename.rpartition(OURS)[2]})"
+
+
+def _is_collective(frame: FrameType) -> bool:
+    """Return whether a call is in torch.distributed or in our collectives."""
+    file = frame.f_code.co_filename
+    return strings.COLLECTIVES in file or file.endswith(
+        ("/core/collectives.py", "/core/transfers.py")
+    )
 
 
 def verdict(rows: dict[int, dict], silent: list[int], stacks: dict[int, str]) -> str:

@@ -26,6 +26,7 @@ Periodic work
     hooks.py          (every, hook): metrics, validation, checkpoints
     evaluate.py       validation, tasks and samples during training
     metrics.py        metrics.jsonl, history.jsonl, loss.png, experiment trackers
+    goodput.py        shares of wall time: steps, restarts, saves, waiting for slow ranks
     report.py         the header and the progress line
     mfu.py            the peak that MFU is relative to
     profile.py, profile_table.py  the profile of a step

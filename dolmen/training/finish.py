@@ -13,7 +13,7 @@ from dolmen.core.messages import Failed, plural
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.quickstart_corpus import gzip_xz_bits
 from dolmen.files import gate, kinds, storage
-from dolmen.training import evaluate, folder, mirror
+from dolmen.training import evaluate, folder, goodput, mirror
 from dolmen.training.config import RunConfig
 from dolmen.training.resolve import open_model
 
@@ -107,14 +107,18 @@ def _validation(run: RunConfig, outcome: dict) -> str:
 
 
 def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
-    """Return the table that a run ends with: duration, validation losses, bits per byte (with those
-    of gzip and xz), result of the verification (`report`, None without), files written, next
-    command.
+    """Return the table that a run ends with: duration, goodput, validation losses, bits per byte
+    (with those of gzip and xz), result of the verification (`report`, None without), files written,
+    next command.
     """
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("done", f"{plural(outcome['steps'], 'step')} in {duration(outcome['seconds'])}")
+    if outcome.get("goodput"):
+        table.add_row("goodput", goodput.describe(outcome["goodput"]))
+    for name, share in outcome.get("slow_ranks", {}).items():
+        table.add_row("", f"{name}: the others wait {share:.0%} of the wall time")
     if outcome["val_loss"] is not None:
         table.add_row(
             "validation loss",

@@ -95,6 +95,7 @@ FORMS = {
     "history.jsonl": FileForm(r"history\.jsonl(\.part)?"),
     "samples.jsonl": FileForm(r"samples\.jsonl(\.part)?"),
     "loss.png": FileForm(r"loss\.png(\.part)?"),
+    "goodput.json": FileForm(r"goodput\.(json(\.part)?|part)"),
     "summary.json": FileForm(r"summary\.(json(\.part)?|part)"),
     "tensorboard": FileForm(r"tensorboard/events\.out\.tfevents\.[^/]+", "tensorboard"),
     "checkpoints": FileForm(

@@ -26,6 +26,7 @@ from dolmen.training.checks import warn
 from dolmen.training.config import RunConfig
 from dolmen.training.evaluate import RunEvaluator, Validator
 from dolmen.training.folder import claim
+from dolmen.training.goodput import GoodputTimer
 from dolmen.training.loop import Hook, Stop
 from dolmen.training.metrics import (
     CallbackWriter,
@@ -65,6 +66,7 @@ class TrainingHooks:
         watch: Watch,
         started_at: float,
         on_metrics: MetricsCallback | None,
+        timeline: GoodputTimer,
     ):
         self.stop = stop
         # a dynamic loss scale starts at 2^16 and is halved at each overflow: 16 skipped steps in a
@@ -82,6 +84,7 @@ class TrainingHooks:
         self.flops = count.training_flops_per_token(run.trained, run.sequence_length)
         self.peak = peak
         self.began = started_at
+        self.timeline = timeline
         self.validator = Validator(run, loader, mesh, out, watch)
         # by the starts before
         # steps without an update that are not part of the critic's warm-up
@@ -242,6 +245,8 @@ class TrainingHooks:
         if state.step != self.first and state.step % self.tenth:
             return
         # a collective: all ranks decide by `step` alone whether they come here
+        if self.mesh.size > 1:
+            self.timeline.add_waits()
         per_rank = [round(gib, 4) for gib in metrics.gather_ranks(memory_gib(self.mesh), self.mesh)]
         row: dict[str, object] = {"memory_gib": per_rank}
         if m.tallies is not None and (load := balance.expert_loads(self.run.spec, m.tallies)):

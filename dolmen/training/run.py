@@ -8,7 +8,7 @@ import signal as signals
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +32,7 @@ from dolmen.training.batches import Batches
 from dolmen.training.checks.run import check_profile
 from dolmen.training.checks.warn import warnings
 from dolmen.training.config import CheckpointConfig, RunConfig
+from dolmen.training.goodput import FILE, GoodputTimer, JoinTimes
 from dolmen.training.hooks import TrainingHooks
 from dolmen.training.initialize import make_critic, make_pretraining, make_state
 from dolmen.training.loop import Stop, report_recompile_limit, train_steps
@@ -58,6 +59,9 @@ class Outcome:
     The validation is the last one of the run, after step `val_step`, on `val_tokens` of the
     `held_out_tokens` of the validation split. Losses per source are in nats per token,
     `val_sources_per_byte` and `val_sources_before` (before the first step) in bits per byte.
+
+    `goodput` has the shares of wall time by phase, `slow_ranks` those that others waited for one
+    rank (training/goodput.py); both on the first rank.
     """
 
     steps: int
@@ -72,6 +76,8 @@ class Outcome:
     val_sources: dict[str, float]
     val_sources_per_byte: dict[str, float]
     val_sources_before: dict[str, float]
+    goodput: dict[str, float]
+    slow_ranks: dict[str, float]
 
 
 class Prepared(NamedTuple):
@@ -98,6 +104,7 @@ class _Job:
     checkpoints: Checkpoints
     began: float
     on_metrics: MetricsCallback | None
+    timeline: GoodputTimer
 
     @property
     def config(self) -> RunConfig:
@@ -118,6 +125,7 @@ def run_training(
     watch: Watch | None = None,
     prepared: Prepared | None = None,
     on_metrics: MetricsCallback | None = None,
+    joined: JoinTimes | None = None,
 ) -> Outcome:
     """Train as `config` specifies, in the folder `out`; return the outcome. Every process of the
     mesh calls it; `console` prints on one of them only.
@@ -126,7 +134,9 @@ def run_training(
     stop:       set by a signal handler, to end early with a checkpoint
     prepared:   `config` as this process has already resolved it, with its data
     on_metrics: called with each row of metrics, on every rank; memory and times are this rank's
+    joined:     when this process was started and has joined the others
     """
+    timeline = GoodputTimer(joined)
     started_at, start = time.monotonic(), start or StartMode(resumed, overwrite)
     # around everything: weights are sampled within too
     with determinism.deterministic_mode(config.train.deterministic):
@@ -143,7 +153,9 @@ def run_training(
             open_checkpoints(resolved.config.checkpoint, out, mesh),
             started_at,
             on_metrics,
+            timeline,
         )
+        job.watch.pass_point = timeline.pass_point
         # before the first collective that depends on the data
         require_same_data(loader, mesh)
         if not start.resumed:
@@ -221,9 +233,11 @@ def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -
         on_first_rank(job.mesh, lambda: folder.record_jobs(job.out, job.start.owner))
     saved = None
     if job.start.resumed:
+        job.timeline.switch("restore")
         saved = resume(
             state, job.config, job.loader, job.checkpoints, job.console, job.start.restarted
         )
+    job.timeline.switch("start")
     if saved is not None:
         # elapsed times count the earlier starts of the run
         job = replace(job, began=job.began - saved.seconds)
@@ -233,6 +247,9 @@ def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -
     # a run that has ended keeps the config.yaml that it ended with
     if job.mesh.first and state.step < state.steps:
         write_inputs(job, references)
+    if job.mesh.first:
+        idle, start = state.step >= state.steps, job.start
+        job.timeline.open(job.out / FILE, saved is not None, start.restarted, idle, state.step)
     hooks = _open_hooks(job, state, saved)
     ended = "failed"
     try:
@@ -251,7 +268,7 @@ def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -
         seconds = saved.seconds
     else:
         seconds = time.monotonic() - job.began
-    return _outcome(state, job.loader, hooks.validator.last, seconds, signal)
+    return _outcome(state, job, hooks.validator.last, seconds, signal)
 
 
 def set_length(job: _Job, state: TrainState) -> None:
@@ -316,6 +333,7 @@ def _open_hooks(job: _Job, state: TrainState, saved: Saved | None) -> TrainingHo
         job.watch,
         job.began,
         job.on_metrics,
+        job.timeline,
     )
     hooks.validator.begin(None if saved is None else saved.validation)
     changed = changes_since(saved, config, loader) if saved is not None else []
@@ -334,7 +352,13 @@ def _run_steps(job: _Job, state: TrainState, hooks: TrainingHooks) -> int:
                 f"--train.{length_option(job.config)} to continue"
             )
         else:
-            with report_recompile_limit(hooks.line.say), loop.manual_gc():
+            timeline = job.timeline
+            timeline.generates = job.config.objective.uses_rollouts
+            with (
+                report_recompile_limit(hooks.line.say),
+                loop.manual_gc(),
+                timeline.sampler.sampling() if job.mesh.size > 1 else nullcontext(),
+            ):
                 signal = train_steps(
                     state,
                     read,
@@ -343,8 +367,10 @@ def _run_steps(job: _Job, state: TrainState, hooks: TrainingHooks) -> int:
                     job.stop,
                     job.watch,
                     hooks.profile.around,
-                    generates=job.config.objective.uses_rollouts,
+                    generates=timeline.generates,
                 )
+                if job.mesh.size > 1:
+                    timeline.add_waits()
         job.watch.beat(state.step, "the last save", patient=True)
     return signal
 
@@ -364,9 +390,11 @@ def _open_batches(job: _Job, state: TrainState) -> Iterator[Batches]:
 
 
 def _outcome(
-    state: TrainState, loader: Loader, last: Validation | None, seconds: float, signal: int
+    state: TrainState, job: _Job, last: Validation | None, seconds: float, signal: int
 ) -> Outcome:
     """Return the outcome from the state after the last step and the last validation, if any."""
+    loader, timeline = job.loader, job.timeline
+    timeline.close()
     return Outcome(
         steps=state.step,
         seconds=seconds,
@@ -380,6 +408,8 @@ def _outcome(
         val_sources=last.sources if last else {},
         val_sources_per_byte=last.sources_per_byte if last else {},
         val_sources_before=last.sources_before if last else {},
+        goodput=timeline.shares(),
+        slow_ranks=timeline.slow_ranks(),
     )
 
 

@@ -12,6 +12,7 @@ ended.
 """
 
 import errno
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -41,6 +42,7 @@ from dolmen.training.checks.run import check_evaluation, validate
 from dolmen.training.config import RunConfig
 from dolmen.training.finish import finish
 from dolmen.training.folder import Unusable
+from dolmen.training.goodput import JoinTimes
 from dolmen.training.loop import Stop
 from dolmen.training.metrics import MetricsCallback
 from dolmen.training.request import TrainRequest
@@ -206,7 +208,7 @@ def worker(
     `on_metrics` is called with each row of metrics, on every rank. `handles_signals`: SIGINT and
     SIGTERM make the run save and end. Raises Failed for what ends a run without being a bug.
     """
-    config, out = request.config, request.out
+    config, out, joining = request.config, request.out, time.time()
     if device.type == "cpu":
         keep_freed_memory()
     stop, same = Stop(), config.train.deterministic
@@ -221,6 +223,9 @@ def worker(
         explain_errors(out),
     ):
         start = _start(request, started, device, refusal)
+        # a launcher is older than a restart
+        started_at = process.started_at(with_launcher=not start.restarted)
+        joined = JoinTimes(min(started_at, joining), joining, time.time())
         if start.resumed != request.handling.resume:
             prepared = None  # a restart: what the run started from may be gone since
         # and it may be on a host that has nothing of the run
@@ -245,6 +250,7 @@ def worker(
                 watch=watch,
                 prepared=prepared,
                 on_metrics=on_metrics,
+                joined=joined,
             )
         if mesh.first:
             summary(outcome, out)

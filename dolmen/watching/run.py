@@ -16,6 +16,7 @@ from dolmen.core.log import size
 from dolmen.core.messages import plural
 from dolmen.files import gate, kinds
 from dolmen.files.write import Tail
+from dolmen.training import goodput
 from dolmen.watching.series import Series
 
 METRICS, HISTORY, SAMPLES = "metrics.jsonl", "history.jsonl", "samples.jsonl"
@@ -180,6 +181,7 @@ class WatchedRun:
             "batch": _batch(options),
             "steps": f"{step:,} of {total:,}" if isinstance(total, int) else f"{step:,}",
             "state": self._state(),
+            "goodput": self._goodput(),
             "training loss": _number(last.get("loss")),
             "validation loss": _number(last.get("val_loss")),
             "skipped steps": f"{last.get('skipped_steps') or 0:,.0f}",
@@ -199,6 +201,25 @@ class WatchedRun:
             return last["ended"] + again
         # a killed run writes no end, so files alone cannot show which
         return f"in progress, or killed; last update at {self._heard()} (UTC){again}"
+
+    def _goodput(self) -> str:
+        """Return the shares of wall time and the slow ranks as text; "" where there are none."""
+        file = self.folder / goodput.FILE
+        try:
+            _refuse_link(file)
+            sums = gate.read_json(file, kinds.GOODPUT) if file.exists() else None
+        except gate.Refused as error:
+            self.refused[goodput.FILE] = str(error)
+            return ""
+        if sums is None or not (total := sum(sums["seconds"].values())):
+            return ""
+        shares = {name: seconds / total for name, seconds in sums["seconds"].items()}
+        slow = (
+            f"{_cut(name)}: the others wait {seconds / total:.0%}"
+            for name, seconds in sums["slow"].items()
+            if seconds / total >= goodput.NAMED
+        )
+        return "; ".join([goodput.describe(shares), *slow])
 
     def _heard(self) -> str:
         """Return the time of the last write to the run's files, UTC, as text."""

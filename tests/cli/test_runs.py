@@ -72,6 +72,7 @@ def test_what_a_run_leaves(whole):
         "checkpoints",
         "tokenizer",
         "summary.json",
+        "goodput.json",
         ".dolmen",
     }
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG") and list(

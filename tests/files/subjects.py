@@ -485,6 +485,13 @@ SUMMARY = {
     "val_sources_before": {"a": 3.5},
 }
 
+GOODPUT = {
+    "until": 1.7e9,
+    "reached": 7,
+    "seconds": {"steps": 3.5, "start": 1.5},
+    "slow": {"rank 1 delays reduce_scalar in optimizer_step (training/step.py)": 0.5},
+}
+
 SUBJECTS = {
     **{f"config.json of {name}": config(name) for name in CONFIGS},
     "generation_config.json": Subject(
@@ -525,6 +532,7 @@ SUBJECTS = {
     "history.jsonl": Subject(writes("history.jsonl", HISTORY), read_history, same_some_rows),
     "rows.jsonl": Subject(writes("rows.jsonl", TEXTS), read_texts, same_texts),
     "summary.json": json_subject("summary.json", kinds.SUMMARY, SUMMARY),
+    "goodput.json": json_subject("goodput.json", kinds.GOODPUT, GOODPUT),
     "index.json of the cache": cached("index.json"),
     "tokens.bin of the cache": cached("tokens.bin"),
     "corpus.idx": Subject(make_indexed, read_indexed, same_indexed),

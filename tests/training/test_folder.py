@@ -284,6 +284,7 @@ LINKS = (
     "metrics.damaged.jsonl",
     "summary.json",
     "summary.json.part",
+    "goodput.json",
     "loss.png",
     "hang",
     "hang/rank-0.txt",

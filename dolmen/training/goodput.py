@@ -1,0 +1,256 @@
+"""Goodput: the share of a run's wall time that its steps had, and where the rest went, from the
+start of its first process over all restarts.
+
+At every moment the first rank is in one phase, and `GoodputTimer` adds up the seconds of each: the
+shares sum to one. The training loop names its phases as it passes them (`Watch.beat`):
+
+    process starts   start          imports, options, data, building the model
+      |              rendezvous     joining the other ranks, agreeing on how to start
+      |              restore        reading the checkpoint
+    loop             batches        waiting for data
+      |              steps          steps that no start of the run had made before
+      |              recomputed     steps that one before had made, and lost
+      |              saves, validation, other
+    process dies     down           until the next process starts: noticing, queueing
+      |              start ...
+
+    stragglers       part of the steps in which the fastest rank waited for the slowest
+
+The sums are in goodput.json, which is written at most once a second: a kill loses as much, which
+then counts as `down`. The time between the end of a run and a resume by hand is not the run's.
+
+Stragglers. A thread of each rank looks at its main thread every 20 ms and counts how often, in a
+step, that stands in a collective, and in which. The rank that stands there least is the one that
+the others wait for. On a GPU the main thread waits for the device and not in a collective: there
+only what the host delays is seen.
+"""
+
+import json
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from dolmen.core import consensus
+from dolmen.files import gate, kinds, write
+from dolmen.launch.watchdog import collective_of
+
+FILE = "goodput.json"
+PHASES = (
+    *("steps", "recomputed", "stragglers", "batches", "validation", "saves", "other"),
+    *("start", "rendezvous", "restore", "down"),
+)
+LOOP = {
+    "the first batch": "batches",
+    "the next batch": "batches",
+    "a step": "steps",
+    "validate": "validation",
+    "evaluate": "validation",
+    "save": "saves",
+    "poll": "saves",
+    "the last save": "saves",
+}
+"""Phase of each point of the training loop, as the watchdog names them; "other" if none."""
+PERIOD = 0.02
+NAMED = 0.02
+"""Share of the wall time from which on a slow rank is named."""
+
+
+class JoinTimes(NamedTuple):
+    """Times of this process, in seconds since 1970: started, joining the others, joined."""
+
+    started: float
+    joining: float
+    joined: float
+
+
+class Waits(NamedTuple):
+    """Seconds of a rank's main thread in steps, and of these in each collective, as sampled."""
+
+    seconds: float
+    collectives: Mapping[str, float]
+
+    def share(self, name: str | None = None) -> float:
+        """Return the share of the seconds that were spent in a collective, or in any."""
+        spent = sum(self.collectives.values()) if name is None else self.collectives.get(name, 0.0)
+        return spent / self.seconds if self.seconds else 0.0
+
+
+class WaitSampler:
+    """Samples the thread that makes it, while `active` is set: in a collective or not. The time
+    between two samples is that of the later one, so that a process that is stopped counts.
+    """
+
+    def __init__(self):
+        self.active = False
+        self.main, self.ended = threading.get_ident(), threading.Event()
+        self.seconds, self.collectives = 0.0, dict[str, float]()
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Context manager: a thread samples within."""
+        thread = threading.Thread(target=self._run, name="waits", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self.ended.set()
+            thread.join()
+
+    def _run(self) -> None:
+        """Body of the sampling thread."""
+        last = time.time()
+        while not self.ended.wait(PERIOD):
+            now = time.time()
+            if self.active:
+                self.seconds += now - last
+                if name := collective_of(sys._current_frames().get(self.main)):
+                    self.collectives[name] = self.collectives.get(name, 0.0) + now - last
+            last = now
+
+    def take(self) -> Waits:
+        """Return what was sampled since the last call."""
+        taken = Waits(self.seconds, self.collectives)
+        self.seconds, self.collectives = 0.0, {}
+        return taken
+
+
+class GoodputTimer:
+    """The phases of a run, as its first rank passes them. `joined`: times of the process before;
+    without them the run starts now.
+    """
+
+    def __init__(self, joined: JoinTimes | None = None):
+        now = time.time()
+        times = joined or JoinTimes(now, now, now)
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.seconds["start"] = times.joining - times.started
+        self.seconds["rendezvous"] = times.joined - times.joining
+        self.began, self.since, self.phase = times.started, times.joined, "start"
+        self.reached = 0  # the last step that any start has made
+        self.slow = Counter[str]()  # rank and collective -> seconds that the others waited
+        self.split = 0.0  # of the seconds of steps, those that `add_waits` has seen
+        self.file: Path | None = None
+        self.written = 0.0
+        self.sampler = WaitSampler()
+        self.generates = False
+        self.idle = False
+
+    def open(self, file: Path, resumed: bool, restarted: bool, idle: bool, step: int) -> None:
+        """Continue the sums of the starts before, where the run is `resumed`, and write them to
+        `file` from now on. The time between the starts counts if an engine `restarted` the run. A
+        start is `idle` if nothing is left to train: its time is not the run's.
+        """
+        earlier = _read(file) if resumed else None
+        if earlier is not None:
+            if restarted:
+                self.seconds["down"] += max(0.0, self.began - earlier["until"])
+            if idle:
+                self.idle = True
+                self.seconds = dict.fromkeys(PHASES, 0.0)
+            for phase in PHASES:
+                self.seconds[phase] += earlier["seconds"].get(phase, 0.0)
+            self.slow.update(earlier["slow"])
+            self.split = self.seconds["steps"]
+        self.reached = max(step, earlier["reached"] if earlier else 0)
+        if not idle:
+            self.file = file
+            self._write()
+
+    def pass_point(self, step: int, point: str) -> None:
+        """Enter the phase of a point of the training loop (LOOP) after `step` steps."""
+        phase = LOOP.get(point, "other")
+        if phase == "batches" and self.generates:
+            phase = "steps"  # sampling completions is the work of a run of RL
+        elif point == "a step" and step < self.reached:
+            phase = "recomputed"
+        if self.phase == "steps" and point != "a step":
+            self.reached = max(self.reached, step)
+        self.switch(phase)
+
+    def switch(self, phase: str) -> None:
+        """Enter a phase: the time since the last one was entered is that one's."""
+        now = time.time()
+        if not self.idle:
+            self.seconds[self.phase] += max(0.0, now - self.since)
+        self.since, self.phase = now, phase
+        self.sampler.active = phase in ("steps", "recomputed")
+        if self.file is not None and now - self.written >= 1:
+            self._write()
+
+    def add_waits(self) -> None:
+        """Take the samples of all ranks since the last call, and count the part of the steps since
+        then in which the fastest rank waited for the slowest as `stragglers`. Collective.
+        """
+        waits = consensus.gather_objects(self.sampler.take())
+        steps = self.seconds["steps"] - self.split
+        lost, name = slowest(waits)
+        if lost > 0:
+            self.seconds["steps"] -= lost * steps
+            self.seconds["stragglers"] += lost * steps
+            self.slow[name] += lost * steps
+        self.split = self.seconds["steps"]
+
+    def close(self) -> None:
+        """Write the sums; the time after this is not counted."""
+        self.switch("other")
+        if self.file is not None:
+            self._write()
+            self.file = None
+
+    def shares(self) -> dict[str, float]:
+        """Return the share of each phase, which sum to one."""
+        total = sum(self.seconds.values())
+        return {phase: seconds / total for phase, seconds in self.seconds.items()} if total else {}
+
+    def slow_ranks(self) -> dict[str, float]:
+        """Return the slow ranks, each with the collective that it delayed, and the share of the
+        wall time that the others waited there; the worst first.
+        """
+        total = sum(self.seconds.values())
+        shares = {name: seconds / total for name, seconds in self.slow.most_common(4)}
+        return {name: share for name, share in shares.items() if share >= NAMED}
+
+    def _write(self) -> None:
+        """Write the sums to the file."""
+        assert self.file is not None
+        self.written = self.since
+        row = {
+            "until": self.since,
+            "reached": self.reached,
+            "seconds": self.seconds,
+            "slow": dict(self.slow.most_common(64)),
+        }
+        write.replace(self.file, json.dumps(row), lasting=False)
+
+
+def slowest(waits: list[Waits]) -> tuple[float, str]:
+    """Return how much larger the share of time in collectives is on the rank that waits most than
+    on the one that waits least, and a name for the latter, with the collective that it delays most.
+    """
+    by_share = sorted(range(len(waits)), key=lambda rank: waits[rank].share())
+    fast, slow = waits[by_share[-1]], waits[by_share[0]]
+    if (lost := fast.share() - slow.share()) <= 0:
+        return 0.0, ""
+    delayed = max(fast.collectives, key=lambda name: fast.share(name) - slow.share(name))
+    return lost, f"rank {by_share[0]} delays {delayed}"
+
+
+def _read(file: Path) -> dict | None:
+    """Return the content of goodput.json; None where it is missing or damaged."""
+    try:
+        return gate.read_json(file, kinds.GOODPUT)
+    except gate.Refused:
+        return None
+
+
+def describe(shares: Mapping[str, float]) -> str:
+    """Return the shares as text: goodput, then all other phases of at least a percent."""
+    rest = {name: share for name, share in shares.items() if name != "steps" and share >= 0.005}
+    order = sorted(rest, key=lambda name: -rest[name])
+    text = f"{shares.get('steps', 0.0):.0%} of the wall time in productive steps"
+    return "; ".join([text, *(f"{name} {rest[name]:.0%}" for name in order)])
