@@ -29,7 +29,6 @@ import json
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,7 +81,8 @@ class Waits(NamedTuple):
 
 class WaitSampler:
     """Samples the thread that makes it, while `active` is set: in a collective or not. The time
-    between two samples is that of the later one, so that a process that is stopped counts.
+    between two samples is that of the later one, so that a process that is stopped counts; what is
+    far over a period is no waiting, which lets this thread run.
     """
 
     def __init__(self):
@@ -109,7 +109,8 @@ class WaitSampler:
             if self.active:
                 self.seconds += now - last
                 if name := collective_of(sys._current_frames().get(self.main)):
-                    self.collectives[name] = self.collectives.get(name, 0.0) + now - last
+                    waited = min(now - last, 2 * PERIOD)
+                    self.collectives[name] = self.collectives.get(name, 0.0) + waited
             last = now
 
     def take(self) -> Waits:
@@ -132,7 +133,7 @@ class GoodputTimer:
         self.seconds["rendezvous"] = times.joined - times.joining
         self.began, self.since, self.phase = times.started, times.joined, "start"
         self.reached = 0  # the last step that any start has made
-        self.slow = Counter[str]()  # rank and collective -> seconds that the others waited
+        self.slow: dict[str, float] = {}  # rank and collective -> seconds that the others waited
         self.split = 0.0  # of the seconds of steps, those that `add_waits` has seen
         self.file: Path | None = None
         self.written = 0.0
@@ -154,7 +155,7 @@ class GoodputTimer:
                 self.seconds = dict.fromkeys(PHASES, 0.0)
             for phase in PHASES:
                 self.seconds[phase] += earlier["seconds"].get(phase, 0.0)
-            self.slow.update(earlier["slow"])
+            self.slow = dict(earlier["slow"])
             self.split = self.seconds["steps"]
         self.reached = max(step, earlier["reached"] if earlier else 0)
         if not idle:
@@ -192,7 +193,7 @@ class GoodputTimer:
         if lost > 0:
             self.seconds["steps"] -= lost * steps
             self.seconds["stragglers"] += lost * steps
-            self.slow[name] += lost * steps
+            self.slow[name] = self.slow.get(name, 0.0) + lost * steps
         self.split = self.seconds["steps"]
 
     def close(self) -> None:
@@ -212,8 +213,8 @@ class GoodputTimer:
         wall time that the others waited there; the worst first.
         """
         total = sum(self.seconds.values())
-        shares = {name: seconds / total for name, seconds in self.slow.most_common(4)}
-        return {name: share for name, share in shares.items() if share >= NAMED}
+        worst = sorted(self.slow, key=lambda name: -self.slow[name])[:4]
+        return {n: self.slow[n] / total for n in worst if self.slow[n] >= NAMED * total}
 
     def _write(self) -> None:
         """Write the sums to the file."""
@@ -223,7 +224,7 @@ class GoodputTimer:
             "until": self.since,
             "reached": self.reached,
             "seconds": self.seconds,
-            "slow": dict(self.slow.most_common(64)),
+            "slow": self.slow,
         }
         write.replace(self.file, json.dumps(row), lasting=False)
 

@@ -211,6 +211,6 @@ def test_two_processes_one_slow_and_one_killed(material, tmp_path):
     # the process that waits prints the summary after the last sum is written
     assert sum(stored["seconds"].values()) == pytest.approx(stored["until"] - began, abs=1)
     assert stored["seconds"]["recomputed"] > 0 < stored["seconds"]["down"], stored
-    assert stored["seconds"]["stragglers"] > 0.4 * stopped, (stored, stopped)
+    assert stored["seconds"]["stragglers"] > 0.2 * stopped, (stored, stopped)
     assert next(iter(summary["slow_ranks"])).startswith("rank 1 delays"), stored
     assert "of the wall time in productive steps" in said and "rank 1 delays" in said
