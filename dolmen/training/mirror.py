@@ -25,7 +25,7 @@ from dolmen.training.folder import FORMS, LIST, Unusable, check_folder
 
 MIRRORED = (
     *(LIST, "config.yaml", "metrics.jsonl", "history.jsonl", "samples.jsonl", "loss.png"),
-    *("calibration.png", "summary.json", "tokenizer", "reference", "rollouts"),
+    *("calibration.png", "goodput.json", "summary.json", "tokenizer", "reference", "rollouts"),
 )
 """Names in a run's folder that are uploaded with each checkpoint, and downloaded by a resume."""
 
