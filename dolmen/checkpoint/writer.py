@@ -190,13 +190,13 @@ class Writer(FileSystemWriter):
         return copies(state_dict, self.pinned)
 
     def storage_meta(self) -> StorageMeta:
-        """Empty: the path where a checkpoint was first written is not part of it."""
+        """Return empty metadata, so that the path of a checkpoint's first folder is not stored."""
         return StorageMeta()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan unchanged: rank 0 makes the folder in `prepare_global_plan`, which comes
-        before any rank's writes. On a host without rank 0 the files of the save before, which were
-        uploaded, are deleted.
+        before any rank's writes. With remote checkpoints, delete the local files of the save
+        before, which have been uploaded.
         """
         if self.remote is not None:
             folders.clear_own_files(self.folder, self.saving_rank)

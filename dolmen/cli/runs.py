@@ -229,8 +229,8 @@ def _model_type(run: RunConfig) -> str | None:
 
 
 def _format_value(values: Mapping[str, Any], option: str) -> str:
-    """Format the value of an option as it is typed; "" if it is unset. `values`: nested, by
-    section.
+    """Format the value of an option for the help: yes or no, words of a list; "" if it is unset.
+    `values`: nested, by section.
     """
     value: Any = values
     for part in option.replace("-", "_").split("."):

@@ -227,7 +227,10 @@ def _fill(p: Tensor, name: str, seed: int, draw: FillBlock) -> None:
 def _fill_blocks(
     out: Tensor, full: torch.Size, where: tuple[slice, ...], name: str, seed: int, draw: FillBlock
 ) -> None:
-    """Fill `out`, the part `where` of a full tensor of shape `full`, from one seed per block."""
+    """Fill `out`, the part `where` of a tensor of shape `full`, block by block of rows: `draw`
+    fills a block from a generator with the block's own seed, so values do not depend on the
+    sharding.
+    """
     rows = max(1, BLOCK // math.prod(full[1:]))
     first, last = where[0].start // rows, (where[0].stop - 1) // rows
     for block in range(first, last + 1):

@@ -375,8 +375,8 @@ def append_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
 
 
 def useful(examples: Examples, say: Say) -> np.ndarray:
-    """Mask [pairs]: True if the two completions differ and each has a trained token; for a scalar
-    head also if neither is truncated.
+    """Return a mask [pairs]: True if the two completions differ and each has a trained token. With
+    `say` "end" (a scalar head reads the last token) also neither completion may be truncated.
     """
     predicted = examples.predictions() > 0
     if say == "end":

@@ -45,8 +45,9 @@ def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def pack_pairs(lengths: Int64[np.ndarray, "items pieces"], room: int) -> list[list[int]]:
-    """Pack items of one or two pieces: two consecutive rows hold a piece each of the same items, in
-    the same order. Piece i of item n is returned as n * pieces + i. Raises as `pack`.
+    """Pack items of one or two pieces (the two completions of a pair) into rows of `room` tokens;
+    return the pieces of each row, piece i of item n as n * pieces + i. Rows 2 r and 2 r + 1 hold
+    one piece each of the same items, in the same order. Raises as `pack`.
     """
     if lengths.max(initial=0) > room:
         raise ValueError(f"the longest item ({lengths.max()}) does not fit into {room} tokens")

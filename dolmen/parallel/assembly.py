@@ -113,7 +113,8 @@ class _PartExchange:
         like: Tensor,
     ) -> list[Tensor]:
         """All-to-all: `going`, tensors in the order of their destination ranks, `send` and
-        `receive` in elements per rank; returns what has come, in these `shapes`.
+        `receive` in elements per rank; returns the received tensors, in these `shapes`. `like`: a
+        tensor of their dtype and device.
         """
         flat = torch.cat([x.reshape(-1) for x in going]) if going else like.new_empty(0)
         axis = self.axis

@@ -195,9 +195,10 @@ class Int8Rows:
 
 
 def prepack(weight: Tensor, kind: Weights, inputs: Axis = SINGLE.tp) -> PrepackedProduct | None:
-    """Prepack a weight for CPU products faster than F.linear's, in int8 or fp32. None if it is not
-    one matrix, or there is no gain (fp32: small, another dtype, or no oneDNN). `inputs`: the axis
-    that cuts the weight's inputs (row-parallel); with int8 collective over it.
+    """Prepack a weight for products on a CPU. int8: quantised, multiplied as integers where the
+    CPU can, else dequantised. fp32: oneDNN's layout, or None where it is no faster (a small
+    weight, another dtype, no oneDNN). None for what is not one matrix. `inputs`: the axis that
+    splits the weight's inputs (row-parallel); with int8 collective over it.
     """
     if weight.ndim != 2:
         return None

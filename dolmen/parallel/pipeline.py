@@ -289,8 +289,9 @@ class _Step:
             self.channels.send(message, y.detach())
 
     def backward(self, action: Action, dy: Tensor | None) -> None:
-        """Run B from the gradient of y (None on the last stage): the whole backward, send dx down,
-        and set whether the reduction over fsdp knows it is the last.
+        """Run B, the whole backward of a microbatch, from the gradient of y (None on the last
+        stage); send dx to the stage before. The last backward of the step also makes FSDP reduce
+        the gradients. Schedules that split backward run I and W in its place.
         """
         if self.splits:
             # the products of this model leave their dW to us in every backward, in a whole one too

@@ -126,7 +126,7 @@ def _digest(source: ModelSource) -> str:
 
 def _key(weights: str, run: RunConfig, rows: PackedRows) -> str:
     """Return a hash of all that reference log-probabilities depend on: digest of the model's
-    `weights`, dtype, examples and how they are paired.
+    `weights`, dtype, lengths, examples and how they are paired.
     """
     examples = rows.examples
     arrays = (examples.tokens, examples.trained, examples.offsets, rows.chosen)

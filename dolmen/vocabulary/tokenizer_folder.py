@@ -316,7 +316,7 @@ _EMPTY: dict[str, dict[str, Any]] = {
 
 
 def _unknown(model: SentencePieceModel) -> dict[str, Any]:
-    """Field of tokenizer.json's model that names the unknown token."""
+    """Return the field of tokenizer.json's model that names the unknown token."""
     if model.kind == "bpe":
         return {"unk_token": model.pieces[model.unknown].text}
     return {"unk_id": model.unknown}

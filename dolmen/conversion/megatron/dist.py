@@ -266,8 +266,7 @@ def _state(
         if FLAT.fullmatch(tensor_name):
             return State(
                 unread=f"{tensor_name} is sharded over ranks across parameter boundaries: save it "
-                "with "
-                "--dist-ckpt-optim-fully-reshardable"
+                "with --dist-ckpt-optim-fully-reshardable"
             )
         match = STATE.fullmatch(tensor_name)
         if match is None:

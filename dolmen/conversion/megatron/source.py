@@ -209,13 +209,13 @@ def _shards(
                     # places in the file, not tensors
                     tensors = torch_files.tensors(ranks[at][key], files[at])
                     tensors = shares.split_experts(tensors, hidden, experts)
-                    here = max(here, _place(tensors, at, before, shards))
+                    here = max(here, _add_chunk(tensors, at, before, shards))
                     scaling.place(ranks[at][key], files[at], at, before, experts, kept)
             before += here
     return shards, before
 
 
-def _place(
+def _add_chunk(
     tensors: Mapping[str, Stored], at: tuple[int, int, int], before: int, shards: dict[str, Shards]
 ) -> int:
     """Add a rank's tensors of one chunk of layers to `shards`, with layers numbered from `before`;
@@ -305,8 +305,8 @@ class Megatron(Joined):
         return scaling.read_scales(self.checkpoint.states, self._entries, self.spec)
 
     def _replace_shards(self, shards: Mapping[str, Shards], moment: bool = False) -> "Megatron":
-        """Return the source that reads other tensors (masters or moments) by the same names and
-        shapes.
+        """Return the source that reads other tensors (fp32 masters, or with `moment` Adam's
+        moments) by the same names and shapes.
         """
         return replace(
             self, checkpoint=replace(self.checkpoint, shards=dict(shards)), moment=moment

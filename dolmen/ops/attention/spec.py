@@ -80,11 +80,10 @@ class Run:
     """
 
     def rectangle(self, sequence: int, k_start: int, keys: int) -> tuple[int, int]:
-        """Return the part of a run of keys [k_start, k_start + keys) before this run's first token:
-        (queries, key).
-
-        Only a document that reaches over both is seen: by the run's first `queries` queries, from
-        `key` on, counted in the keys' run. (0, 0) where there is none.
+        """Return (queries, key): which keys of an earlier run [k_start, k_start + keys) this run's
+        queries see. Only the document that spans both runs is visible across them: its queries are
+        the first `queries` of this run, its keys are those from `key` on, counted from k_start.
+        (0, 0) where no document spans both.
         """
         # ascending starts, the first at 0
         starts = self.begins[sequence]
@@ -273,8 +272,8 @@ class Attend(NamedTuple):
         return self._replace(documents=self.documents.part(tokens, run))
 
     def sequence(self, index: int) -> "Attend":
-        """Return the attention of one sequence of the batch by itself; without documents where it
-        is a single one.
+        """Return the attention of sequence `index` of the batch by itself; with `documents` None
+        where the whole sequence is one document.
         """
         if self.documents is None:
             return self
