@@ -6,7 +6,7 @@ and with nothing written; 130 and 143 after Ctrl-C and SIGTERM, which save first
     command.py     words to the configuration of a command, and the function that runs it
     parse.py       `--a.b value` to a nested dict, and the help of a command
     jobs.py        launch
-    runs.py        train, and the options of a run over a recipe or YAML file
+    runs.py        train, replay, and the options of a run over a recipe or YAML file
     generation.py  generate, chat, serve
     evaluation.py  evaluate, diff, verify
     conversion.py  convert, export, tokenize, vocab
@@ -25,6 +25,7 @@ VERBS = {
     "recipes": "list the built-in runs",
     "families": "list the model families: how close to transformers, and on which layouts",
     "train": "train, fine-tune or align a model: a recipe or a YAML file, with options",
+    "replay": "repeat a step of a run with exact numerics, and compare the bits",
     "launch": "write the job file of a run for SLURM, Kubeflow Trainer or SkyPilot, and submit it",
     "vocab": "train a tokenizer, merge it into another, add its tokens to a model",
     "tokenize": "write text as a data set of Megatron-LM, .bin and .idx",
@@ -51,7 +52,7 @@ USAGE = (
 )
 
 
-LOADING = ("train", "dryrun", "generate", "chat", "serve", "verify", "evaluate")
+LOADING = ("train", "replay", "dryrun", "generate", "chat", "serve", "verify", "evaluate")
 """Verbs that import torch and open a model, which takes seconds to minutes."""
 
 

@@ -36,6 +36,7 @@ HANDED = {
 }
 """Classes that the launcher hands its workers, where it is not the verb's own."""
 CONFIGS = {
+    "replay": "dolmen.training.request.ReplayConfig",
     "recipes": "dolmen.cli.command.RecipesOptions",
     "tokenize": "dolmen.data.config.TokenizeConfig",
     "families": "dolmen.cli.command.FamiliesOptions",
@@ -78,7 +79,7 @@ MODULES = {
     "jobs": ("launch",),
     "listings": ("recipes", "families", "show"),
     "planning": ("plan", "dryrun", "schedule"),
-    "runs": ("train",),
+    "runs": ("train", "replay"),
 }
 """Module of this package -> the verbs whose functions `run_VERB` it has."""
 

@@ -24,7 +24,7 @@ from dolmen.recipes import RECIPES
 from dolmen.recipes.overrides import MODEL_TYPE, build_request, load_run, load_run_to_inspect
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import check_folder
-from dolmen.training.request import LaunchOptions, TrainRequest
+from dolmen.training.request import LaunchOptions, ReplayConfig, TrainRequest
 
 if TYPE_CHECKING:
     from dolmen.planning.config import DryrunRequest
@@ -395,6 +395,13 @@ def _print_run_help(verb: str, words: list[str], argv: list[str]) -> None:
     about = ABOUT if verb == "train" else cls.__doc__ or ""
     print(full_help(verb, about, [top, *model_groups(model), *sections]))
     raise SystemExit(0)
+
+
+def run_replay(options: ReplayConfig) -> int:
+    """Repeat a step of a run, and return the exit code."""
+    from dolmen.training import replay
+
+    return replay.replay(options, process.run_worker)
 
 
 def run_train(request: TrainRequest) -> int:

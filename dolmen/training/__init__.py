@@ -11,6 +11,7 @@ Processes
     start.py          first start, restart, resume, agreed by all ranks
     initialize.py     the state at step 0
     self_test.py      whether this machine computes exact numerics
+    replay.py         repeat a step, and compare its bits with the receipt
     receipt.py        receipts.jsonl: a chained hash of each step of exact numerics
     run.py            a run in one process, from start to end
     finish.py         export, comparison and sample at the end

@@ -102,6 +102,7 @@ class Stop:
 
     signal: int = 0  # seen by this rank, at any time
     agreed_signal: int = 0  # the largest seen by any rank, known to all after the same step
+    after: int | None = None  # end after this step
 
 
 def _step(state: TrainState, batch: Batch, mesh: Mesh, signal: Callable[[], int]) -> StepMetrics:
@@ -147,7 +148,7 @@ def train_steps(
             metrics = _step(state, batch, mesh, lambda: stop.signal)
         # the same on every rank, so that all leave the loop after the same step
         stopped = stop.agreed_signal = metrics.signal
-        last = bool(stopped) or state.step == state.steps
+        last = bool(stopped) or state.step in (state.steps, stop.after)
         for interval, hook in hooks:
             if last or interval and state.step % interval == 0:
                 beat(state.step, hook.__name__)

@@ -17,7 +17,7 @@ always, other changes but for one case in 2^32. It finds faults, and is no proof
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class Receipts:
         self.receipt = kept[-1]["receipt"] if kept else ""
         self.handle = None
         if mesh.first:
-            write.replace(file, "".join(json.dumps(row) + "\n" for row in kept))
+            write.replace(file, dump_receipts(kept))
             self.handle = write.append(file)
 
     def add(self, state: TrainState, m: StepMetrics) -> None:
@@ -64,6 +64,11 @@ class Receipts:
         """Close the file."""
         if self.handle is not None:
             self.handle.close()
+
+
+def dump_receipts(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return the text of receipts.jsonl with these rows."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def read_receipts(file: Path) -> list[dict[str, Any]]:

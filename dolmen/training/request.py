@@ -4,11 +4,12 @@ and runs as YAML files. Imports no torch.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from dolmen.core.config import Count, Name, Positive, config, from_dict, to_dict
+from dolmen.core.config import Count, Mark, Name, Positive, config, from_dict, to_dict
 from dolmen.core.filesystem import is_url
 from dolmen.files import gate, kinds, storage, write
+from dolmen.model.layout import Layout
 from dolmen.training.config import RunConfig
 
 
@@ -36,6 +37,21 @@ class LaunchOptions:
 
 
 @config()
+class ReplayConfig:
+    """Repeat a step of a run with exact numerics from the checkpoint before it, at any layout, and
+    compare the bits with those that the run recorded in receipts.jsonl. Exit code 1 if they
+    differ.
+    """
+
+    folder: Annotated[str, Mark.POSITIONAL]
+    """Folder of the run, trained with --train.numerics exact."""
+    step: Positive
+    """Step to repeat; its receipt, and those since the checkpoint before it, are compared."""
+    layout: Layout = Layout()
+    """Layout of the repetition; unset, the run's."""
+
+
+@config()
 class TrainRequest:
     """A request to train a run. The launcher hands it to its workers as a file."""
 
@@ -44,6 +60,8 @@ class TrainRequest:
     """Launch options, with the folder filled in."""
     source: str | None = None
     """The recipe or YAML file that it comes from; None: a RunConfig of Python's."""
+    stop_after: Positive | None = None
+    """End after this step (replay); the learning rate follows the steps of the run."""
 
     @classmethod
     def from_config(

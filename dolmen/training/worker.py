@@ -211,7 +211,7 @@ def worker(
     config, out, joining = request.config, request.out, time.time()
     if device.type == "cpu":
         keep_freed_memory()
-    stop, same = Stop(), config.train.deterministic
+    stop, same = Stop(after=request.stop_after), config.train.deterministic
     limit = network_limit(config.train.hang_seconds)
     with (
         process.environment(determinism.ENVIRONMENT if same else {}),

@@ -233,6 +233,7 @@ OTHERS = {
         "train.microbatch-size train.dtype train.dropout train.compile train.no-compile"
     ),
     "show": "help out serve no-serve host port every",
+    "replay": f"help step {LAYOUT}",
     "schedule": (
         "help pp microbatches virtual-stages out list no-list forward backward input weight send "
         "costs memory"

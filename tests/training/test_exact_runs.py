@@ -13,14 +13,16 @@ from rich.console import Console
 from tinyrun import Material, losses, same, tensors
 
 from dolmen.core.mesh import SINGLE
+from dolmen.core.state import local_view
 from dolmen.model.layout import Layout
 from dolmen.ops import invariant
 from dolmen.ops.exact import Exact
 from dolmen.planning import dryrun
 from dolmen.planning.config import DryrunConfig, DryrunRequest
-from dolmen.training import receipt, self_test
+from dolmen.training import loop, receipt, replay, self_test
 from dolmen.training.checks.exact import check_exact
 from dolmen.training.config import RunConfig
+from dolmen.training.request import ReplayConfig
 from dolmen.training.run import run_training
 from dolmen.training.self_test import ProductShape
 
@@ -277,3 +279,68 @@ def test_a_run_goes_on_at_any_layout(material, tmp_path, spawn):
         found, want = (receipts(tmp_path / folder) for folder in (name, "whole"))
         assert found == want and len(set(want)) == 6
         assert same(tensors(tmp_path / name, 6), tensors(tmp_path / "whole", 6)), name
+
+
+FLIPPED = "layers.1.mlp.up.weight"
+
+
+def train_with_a_flip(material: Material, folder: Path) -> None:
+    """Record a run in which a bit of rank 1's part of a weight flips after step 5, and repeat it
+    from step 3 without.
+    """
+    step = loop.optimizer_step
+
+    def flip(state, *args):
+        metrics = step(state, *args)
+        if state.step == 5 and dist.get_rank() == 1:
+            local_view(state.model.get_parameter(FLIPPED)).view(torch.int32)[0, 3] ^= 1 << 9
+        return metrics
+
+    loop.optimizer_step = flip
+    train(material, folder / "faulty", LAYOUTS["dp"])
+    loop.optimizer_step = step
+    if dist.get_rank() == 0:
+        shutil.copytree(folder / "faulty", folder / "repeated")
+        shutil.rmtree(folder / "repeated" / "checkpoints" / "step-00000006")
+    dist.barrier()
+    train(material, folder / "repeated", LAYOUTS["dp"], resumed=True)
+
+
+def test_a_flipped_bit_is_found(material, tmp_path, spawn):
+    spawn(2)(train_with_a_flip, material, tmp_path)
+    faulty, repeated = (
+        {row["step"]: row for row in receipt.read_receipts(tmp_path / name / "receipts.jsonl")}
+        for name in ("faulty", "repeated")
+    )
+    found = replay.first_difference(faulty, repeated, range(4, 7))
+    words = f"{FLIPPED}, first in the part of rank 1, differs first in step 5, of 1 weights"
+    assert found == words
+    assert replay.first_difference(faulty, repeated, range(4, 5)) is None
+
+
+def test_another_machine_is_refused(material):
+    run = config(material)
+    mine = self_test.digest_operators()
+    options = ReplayConfig("runs/a", 5)
+    replay.check(run, {5: {"operators": mine}}, options)
+    with pytest.raises(ValueError, match="other bits than the run's in exp, tanh: replay on a CPU"):
+        replay.check(run, {5: {"operators": mine | {"exp": "0", "tanh": "0"}}}, options)
+    with pytest.raises(ValueError, match="no receipt of step 5; its last one is of step 4"):
+        replay.check(run, {4: {"operators": mine}}, options)
+    with pytest.raises(ValueError, match="train.numerics fast, and only"):
+        replay.check(config(material, {"numerics": "fast"}), {}, options)
+
+
+def test_a_step_is_replayed(material, tmp_path, capsys):
+    """From the checkpoint of step 3, at the layout of the run; a forged receipt is seen."""
+    train(material, tmp_path)
+    options = ReplayConfig(str(tmp_path), 5)
+    before = (tmp_path / "receipts.jsonl").read_text()
+    assert replay.replay(options, lambda work: work()) == 0
+    assert "steps 4 to 5: the bits are those that were recorded" in capsys.readouterr().out
+    assert (tmp_path / "receipts.jsonl").read_text() == before
+    rows = receipt.read_receipts(tmp_path / "receipts.jsonl")
+    rows[4] |= {"receipt": "0", "loss": "0x1.0p+0"}
+    (tmp_path / "receipts.jsonl").write_text(receipt.dump_receipts(rows))
+    assert replay.replay(options, lambda work: work()) == 1
+    assert "steps 4 to 5: loss differs first in step 5, of 0 weights" in capsys.readouterr().out

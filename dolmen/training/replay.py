@@ -1,0 +1,142 @@
+"""`dolmen replay`: repeat a step of a run with exact numerics, at any layout, and say whether the
+bits are those that the run recorded (receipt.py).
+
+The steps after the checkpoint before it are repeated in a temporary folder, as a run that resumes
+from a copy of that checkpoint; nothing of the run is written to. Only a machine whose operators
+have the bits that were recorded can say anything, so another is refused.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dolmen.checkpoint.folders import list_checkpoints
+from dolmen.core.messages import as_bad_input
+from dolmen.evaluation.config import DuringConfig
+from dolmen.files import write
+from dolmen.model.layout import Layout
+from dolmen.optim.optimizer import DTYPES
+from dolmen.training import worker
+from dolmen.training.config import FinishConfig, LogConfig, RunConfig
+from dolmen.training.folder import claim
+from dolmen.training.receipt import RECEIPTS, dump_receipts, read_receipts, total
+from dolmen.training.request import LaunchOptions, ReplayConfig, TrainRequest, read_run
+from dolmen.training.self_test import digest_operators
+from dolmen.training.worker import Guard
+
+Receipt = Mapping[str, Any]
+
+
+def replay(options: ReplayConfig, guarded: Guard) -> int:
+    """Repeat the step, and print whether its bits are those that were recorded. Return 0 if they
+    are, 1 if not, or the exit code of a run that failed. Raises BadInput for a run without
+    receipts, a step without one, another machine, or a layout that exact numerics do not cover.
+    """
+    run = Path(options.folder)
+    with as_bad_input(ValueError, OSError):
+        config = read_run(run / "config.yaml")
+        recorded = {row["step"]: row for row in read_receipts(run / RECEIPTS)}
+        check(config, recorded, options)
+        before = max(
+            (s for s in list_checkpoints(run / "checkpoints") if s < options.step), default=0
+        )
+        config = without_outputs(config, options.layout)
+    with tempfile.TemporaryDirectory(prefix="dolmen-replay-") as folder:
+        out = Path(folder) / "run"
+        if before:
+            checkpoint = list_checkpoints(run / "checkpoints")[before]
+            shutil.copytree(checkpoint, out / "checkpoints" / checkpoint.name, copy_function=link)
+            rows = [row for step, row in recorded.items() if step <= before]
+            write.replace(out / RECEIPTS, dump_receipts(rows))
+            claim(out, "checkpoints", RECEIPTS)
+        handling = LaunchOptions(out=str(out), resume=before > 0)
+        code = worker.run(TrainRequest(config, handling, stop_after=options.step), guarded)
+        if code:
+            return code
+        repeated = {row["step"]: row for row in read_receipts(out / RECEIPTS)}
+    steps = range(before + 1, options.step + 1)
+    found = first_difference(recorded, repeated, steps)
+    span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    print(f"{span}: {found or 'the bits are those that were recorded'}")
+    return 1 if found else 0
+
+
+def check(config: RunConfig, recorded: Mapping[int, Receipt], options: ReplayConfig) -> None:
+    """Raise ValueError unless the run has exact numerics and a receipt of the step, whose operators
+    have the bits of this machine's.
+    """
+    if config.train.numerics != "exact":
+        raise ValueError(
+            f"{options.folder} was trained with train.numerics {config.train.numerics}, and only "
+            "runs with exact numerics have receipts: train with --train.numerics exact"
+        )
+    if options.step not in recorded:
+        last = f"its last one is of step {max(recorded)}" if recorded else "there are none"
+        raise ValueError(
+            f"{Path(options.folder, RECEIPTS)} has no receipt of step {options.step}; {last}: give "
+            "another --step"
+        )
+    mine, theirs = digest_operators(DTYPES[config.train.dtype]), recorded[options.step]["operators"]
+    others = [name for name in mine if mine[name] != theirs.get(name)]
+    if others:
+        raise ValueError(
+            f"this machine gives other bits than the run's in {', '.join(others)}: replay on a CPU "
+            "of the run's kind, with its versions of torch, MKL and oneDNN"
+        )
+
+
+def without_outputs(config: RunConfig, layout: Layout) -> RunConfig:
+    """Return the run with another layout, if one is given, and nothing that is written elsewhere or
+    after training.
+    """
+    if layout != Layout():
+        config = replace(config, layout=replace(layout, dp=layout.dp or 1, reduction="fixed"))
+    return replace(
+        config,
+        checkpoint=replace(config.checkpoint, to=None, every=0),
+        log=LogConfig(),
+        evaluate=DuringConfig(),
+        finish=FinishConfig(),
+    )
+
+
+def link(source: str, to: str) -> None:
+    """Link a file of a checkpoint, or copy it to another file system."""
+    try:
+        os.link(source, to)
+    except OSError:
+        shutil.copy2(source, to)
+
+
+def first_difference(
+    recorded: Mapping[int, Receipt], repeated: Mapping[int, Receipt], steps: Sequence[int]
+) -> str | None:
+    """Return what differs in the first of `steps` whose receipts do, in words: the loss, the
+    gradient norm, or a weight, and where both runs have the same parts of it, the first rank whose
+    part does; None if all are equal.
+    """
+    for step in steps:
+        if step not in recorded or step not in repeated:
+            return f"step {step} has no receipt"
+        a, b = recorded[step], repeated[step]
+        if a["receipt"] == b["receipt"]:
+            continue
+        numbers = [name for name in ("loss", "grad_norm") if a[name] != b[name]]
+        weights = [
+            name
+            for name, parts in a["weights"].items()
+            if total(parts) != total(b["weights"].get(name, {}))
+        ]
+        what = numbers[0] if numbers else None
+        if weights:
+            what = f"{what} and {weights[0]}" if what else weights[0]
+            mine, theirs = a["weights"][weights[0]], b["weights"].get(weights[0], {})
+            if mine.keys() == theirs.keys():
+                rank = next(rank for rank, part in mine.items() if part != theirs[rank])
+                what = f"{what}, first in the part of rank {rank},"
+        return f"{what or 'the receipt'} differs first in step {step}, of {len(weights)} weights"
+    return None
