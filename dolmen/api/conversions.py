@@ -27,7 +27,7 @@ def export(source: str | Path, to: str | Path, dtype: str | None = None, **optio
     with value_errors():
         config = build_config(ExportConfig, source=source, to=to, dtype=dtype, **options)
         conversion.export_model(
-            config.source, Path(config.to), config.dtype, config.adapters, config.critic
+            config.source, config.to, config.dtype, config.adapters, config.critic
         )
     return Path(to)
 

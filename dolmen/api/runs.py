@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 from dolmen.api.options import build_config, rewrite_options, value_errors
 from dolmen.core.environment import Launch
-from dolmen.core.filesystem import expand
 from dolmen.core.messages import BadInput, Failed, brief
 from dolmen.launch import process
 from dolmen.planning import dryrun as dry
@@ -145,7 +144,7 @@ def show(*runs: str | PathLike, out: str | PathLike = "show.html") -> Path:
     """
     with value_errors({"out": "out"}):
         config = build_config(ShowConfig, runs=[str(run) for run in runs], out=out)
-        return page.write_page([expand(name) for name in config.runs], Path(config.out))
+        return page.write_page([page.run_folder(name) for name in config.runs], Path(config.out))
 
 
 COMMAND_ONLY = ("explain", "json", "report", "measure", "inference", "batch", "length")

@@ -8,7 +8,6 @@ dolmen vocab train|merge|extend
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 from dolmen.conversion.config import ConvertConfig, ExportConfig
@@ -41,7 +40,7 @@ def run_export(options: ExportConfig) -> int:
     """Run `dolmen export`. Returns 0. Raises BadInput."""
     with as_bad_input():
         title = export_model(
-            options.source, Path(options.to), options.dtype, options.adapters, options.critic
+            options.source, options.to, options.dtype, options.adapters, options.critic
         )
     print(f"wrote {escape(options.to)}, from {escape(title)}")
     return 0

@@ -5,10 +5,10 @@ from pathlib import Path
 from rich.table import Table
 
 from dolmen.cli.command import FamiliesOptions, RecipesOptions
-from dolmen.core.filesystem import expand
 from dolmen.core.log import console, size
 from dolmen.core.messages import BadInput, escape, message
 from dolmen.families import checked, families
+from dolmen.files.storage import StorageError
 from dolmen.model import count
 from dolmen.recipes import RECIPES
 from dolmen.watching import page
@@ -93,14 +93,14 @@ def run_show(options: ShowConfig) -> int:
     """Run `dolmen show`: write the page of runs, or serve it until Ctrl-C. Returns 0. Raises
     BadInput.
     """
-    folders = [expand(name) for name in options.runs]
     try:
+        folders = [page.run_folder(name) for name in options.runs]
         if options.serve:
             page.serve(folders, options)
         else:
             print(f"wrote {escape(write_page(folders, Path(options.out)))}")
     except KeyboardInterrupt:  # the usual way to end a server, and intended
         return 0
-    except ValueError as error:
+    except (ValueError, StorageError) as error:
         raise BadInput(message(error)) from None
     return 0

@@ -16,7 +16,7 @@ class ExportConfig:
     transformers directory or hub id; a Megatron checkpoint.
     """
     to: Name
-    """Folder to write; it must be empty or not exist."""
+    """Folder to write, or a URL such as s3://bucket/model; it must be empty or not exist."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Data type of the tensors. Default: that of config.json; for a run, that of its initial model,
     or float32 if it started from random weights.
@@ -49,7 +49,7 @@ class ConvertConfig:
     source: Annotated[str, Mark.POSITIONAL]
     """A transformers directory or hub id, a run or a checkpoint of one, a Megatron checkpoint."""
     destination: Annotated[Name, Mark.POSITIONAL]
-    """Folder to write; it must be empty or not exist."""
+    """Folder to write, or a URL such as s3://bucket/model; it must be empty or not exist."""
     to: Literal["hf", "megatron", "megatron-core", "torch-dist"]
     """Format to write. hf: a transformers directory. megatron: a checkpoint per rank with the
     parameter names from before Megatron-Core. megatron-core: a checkpoint per rank with the

@@ -25,9 +25,11 @@ from dolmen.conversion.megatron import dist_export, export, names
 from dolmen.conversion.source import ModelSource, cast_source, open_source
 from dolmen.conversion.weights import Moments, Scales, Tensors
 from dolmen.conversion.writing import Advance, LayerPool, group_by_layer
+from dolmen.core.filesystem import is_url
 from dolmen.core.log import bar
 from dolmen.core.messages import Failed, escape, plural
 from dolmen.families import unknown
+from dolmen.files import storage
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.model.split import PipelinePart, single_process
@@ -70,29 +72,31 @@ class ModelWriter(Protocol):
 
 def export_model(
     source: str | Path,
-    to: Path,
+    to: str | Path,
     dtype: str | None = None,
     adapters: bool = False,
     critic: bool = False,
 ) -> str:
-    """Write a source (any format, folder or hub id) to the new folder `to` as a transformers
-    directory, and return the source's title for a report. `dtype`: default that of the source's
-    config.json. `adapters`: write only its LoRA adapters, as PEFT does, in float32 by default.
-    `critic`: write the critic of a PPO run in place of its policy. Warns of optimizer state and fp8
-    scales, which are dropped. Raises ValueError, KeyError or OSError.
+    """Write a source (any format, folder, URL or hub id) to the new folder `to`, or to a URL, as a
+    transformers directory, and return the source's title for a report. `dtype`: default that of the
+    source's config.json. `adapters`: write only its LoRA adapters, as PEFT does, in float32 by
+    default. `critic`: write the critic of a PPO run in place of its policy. Warns of optimizer
+    state and fp8 scales, which are dropped. Raises ValueError, KeyError or OSError.
     """
     # Not compared with the source after writing, as `convert` does.
     opened = open_source(source)
     if critic:
         opened = _open_critic(opened)
     if adapters:
-        return peft.write(opened, to, DTYPES[dtype or "float32"])
+        with storage.output_folder(to) as folder:
+            return peft.write(opened, folder, DTYPES[dtype or "float32"])
     unknown.warn(opened.model)
     # as --dtype has it, else as the config.json states
     wanted = DTYPES[dtype] if dtype else stated_dtype(opened.model)
     _optimizer_state(opened, "hf")
     _check_scales(opened, {}, "hf")
-    hf_export.write(cast_source(opened, wanted), to, wanted)
+    with storage.output_folder(to) as folder:
+        hf_export.write(cast_source(opened, wanted), folder, wanted)
     merged = isinstance(opened, checkpoint.RunCheckpoint) and opened.adapter is not None
     return f"{opened.title}, with its adapters merged" if merged else opened.title
 
@@ -116,9 +120,15 @@ def convert(config: ConvertConfig, shown: bool = False) -> str:
     the written weights, logits or optimizer state differ from the source; then the destination is
     not created.
     """
+    with storage.output_folder(config.destination) as folder:
+        return _convert(config, folder, shown)
+
+
+def _convert(config: ConvertConfig, folder: Path, shown: bool) -> str:
+    """Convert into a local `folder`, as `convert` does. The report names the destination."""
     opened = open_source(config.source, vocab_size=config.vocab_size)
     # All checks come before the first byte is written.
-    target = Path(config.destination).resolve()  # a link cannot be replaced by a folder
+    target = folder.resolve()  # a link cannot be replaced by a folder
     unknown.warn(opened.model)
     if config.dtype is None:
         _check_one_dtype(opened)
@@ -155,8 +165,9 @@ def convert(config: ConvertConfig, shown: bool = False) -> str:
             # is lost
             hf_export.write_sidecar_files(source, sidecar_folder, dtype)
     count = plural(len(specs), "parameter")
+    destination = escape(config.destination if is_url(config.destination) else target)
     return (
-        f"read {escape(source.title)}\nwrote {escape(target)}: {count} read back, equal bit for "
+        f"read {escape(source.title)}\nwrote {destination}: {count} read back, equal bit for "
         f"bit; {logits}{report}"
     )
 

@@ -27,8 +27,9 @@ import hashlib
 import json
 import os
 import random
+import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -239,7 +240,7 @@ class RemoteFolder:
         return f"{self._root}/{name}"
 
     @contextmanager
-    def _atomic_path(self, name: str):
+    def _atomic_path(self, name: str) -> Iterator[str]:
         """Context manager: the path to write to so that the object appears whole. An object of a
         store does so by itself; a local file is renamed.
         """
@@ -302,7 +303,7 @@ def _change_time(info: Mapping[str, Any]) -> int:
 
 
 @contextmanager
-def lock_file(file: Path):
+def lock_file(file: Path) -> Iterator[None]:
     """Context manager: a lock between processes of this host on the making of `file`, whose folder
     is created. Does nothing on file systems without locks.
     """
@@ -485,3 +486,23 @@ def push_folder(folder: Path, url: str) -> None:
         sums[name] = file_sum(folder / name)
         remote.upload(folder / name, name)
     remote.write(SUMS, json.dumps({"files": sums, "digest": digest_sums(sums)}).encode())
+
+
+@contextmanager
+def output_folder(name: str | Path) -> Iterator[Path]:
+    """Context manager: the folder to write for an output `name`: itself, or for a URL a new
+    temporary folder, which is uploaded at the block's normal end. Raises ValueError where the URL
+    holds objects, and StorageError.
+    """
+    if not is_url(name):
+        yield Path(name)
+        return
+    url = str(name)
+    if files := RemoteFolder(url).files():
+        raise ValueError(f"{url} holds {plural(len(files), 'object')}: give another URL")
+    copies = expand(COPIES)  # where there is room for models
+    copies.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=copies) as folder:
+        target = Path(folder, local_copy(url).name)
+        yield target
+        push_folder(target, url)

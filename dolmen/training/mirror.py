@@ -19,6 +19,7 @@ from pathlib import Path
 
 from dolmen.checkpoint import folders
 from dolmen.checkpoint.remote import RemoteCheckpoints
+from dolmen.core.messages import plural
 from dolmen.files import gate, storage
 from dolmen.files.storage import RemoteFolder
 from dolmen.training.folder import FORMS, LIST, Unusable, check_folder
@@ -50,7 +51,7 @@ def check_url(url: str, resume: bool, overwrite: bool) -> None:
             "--checkpoint.to"
         )
     if files and not resume:
-        holds = "contains a run" if LIST in files else f"contains {len(files):,} objects"
+        holds = "contains a run" if LIST in files else f"contains {plural(len(files), 'object')}"
         raise Unusable(
             f"{url} already {holds}: use --resume to continue it, or another --out or "
             "--checkpoint.to"

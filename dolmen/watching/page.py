@@ -25,8 +25,9 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import Field
 
 from dolmen.core.config import Mark, Name, Port, config
+from dolmen.core.filesystem import expand, is_url
 from dolmen.core.messages import os_error_as_value, plural
-from dolmen.files import gate, write
+from dolmen.files import gate, storage, write
 from dolmen.pages.page import figure as figure_html
 from dolmen.pages.page import fill
 from dolmen.watching.run import WatchedRun, differing, labels
@@ -49,7 +50,7 @@ class ShowConfig:
     """
 
     runs: Annotated[tuple[str, ...], Mark.POSITIONAL] = ()
-    """Folders of runs."""
+    """Folders of runs, or their URLs, of which a copy is read."""
     out: Name = "show.html"
     """HTML file to write; it is self-contained."""
     serve: bool = False
@@ -194,6 +195,16 @@ def escape_script_json(value: Any) -> str:
     # "</script>" in a prompt would end the element: no "<" is left
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def run_folder(name: str) -> Path:
+    """Return the local folder of a run; for a URL a copy of the files that the page shows. Raises
+    ValueError, and StorageError.
+    """
+    if not is_url(name):
+        return expand(name)
+    storage.pull_files(name, lambda names: [name for name in names if "/" not in name])
+    return storage.local_copy(name)
 
 
 def write_page(folders: list[Path], to: Path) -> Path:

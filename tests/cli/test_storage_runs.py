@@ -69,6 +69,22 @@ def test_a_local_run_is_uploaded_too(material, tmp_path, machine):
     weights = (tmp_path / "exported/model.safetensors").read_bytes()
     assert weights == (there / "hf/model.safetensors").read_bytes()
     assert dolmen("export", f"{url}/hf", "--to", tmp_path / "again").code == 0
+    # to URLs, of the step that is named
+    step, model = f"{url}/checkpoints/step-00000002", f"file://{tmp_path}/bucket/model"
+    assert dolmen("export", step, "--to", model).code == 0
+    assert (tmp_path / "bucket/model/model.safetensors").read_bytes() == weights
+    refused = dolmen("export", step, "--to", model)
+    assert refused.code == 2 and f"{model} holds 6 objects" in refused.words
+    ranks = f"file://{tmp_path}/bucket/ranks"
+    result = dolmen("convert", model, ranks, "--to", "megatron")
+    assert result.code == 0 and f"wrote {ranks}: " in result.out, result.err
+    assert dolmen("export", ranks, "--to", tmp_path / "fourth").code == 0
+    # what the page shows, and no tensors
+    machine("third")
+    assert dolmen("show", url, "--out", tmp_path / "page.html").code == 0
+    copied = storage.local_copy(url)
+    assert "metrics.jsonl" in {p.name for p in copied.iterdir()}
+    assert not list(copied.rglob("*.distcp"))
     damaged = bytearray(weights)
     damaged[-1] ^= 1
     (there / "hf/model.safetensors").write_bytes(damaged)

@@ -1,0 +1,83 @@
+"""What of a run is uploaded with its checkpoints, and what a resume takes from a URL."""
+
+from pathlib import Path
+
+import faulty
+import pytest
+from faulty import Faulty
+
+from dolmen.training import mirror
+from dolmen.training.folder import Unusable
+
+URL = "faulty://bucket/run"
+FILES = {
+    "config.yaml": b"options",
+    "metrics.jsonl": b"{}\n",
+    "tokenizer/tokenizer.json": b"{}",
+    "tokenizer/other.model": b"x",
+    "rollouts/00000002.safetensors": b"x",
+    "hang/rank-0.json": b"local",
+    "tensorboard/events.out.tfevents.1": b"local",
+    "checkpoints/step-00000002.partial/__0_0.distcp": b"local",
+    ".dolmen": b"config.yaml\n",
+    "config.yaml.part": b"local",
+}
+
+
+@pytest.fixture
+def system(monkeypatch, tmp_path):
+    return faulty.install(monkeypatch, tmp_path)
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    for name, content in FILES.items():
+        file = tmp_path / "out" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content)
+    return tmp_path / "out"
+
+
+def stored(system) -> dict[str, bytes]:
+    names = system.find("/bucket/run")
+    return {name.removeprefix("/bucket/run/"): system.cat_file(name) for name in names}
+
+
+def test_what_has_changed_is_uploaded(system, out):
+    push = mirror.RunUploader(out, URL)
+    push()
+    assert stored(system) == {n: c for n, c in FILES.items() if c != b"local"}
+    Faulty.requests.clear()
+    push()
+    assert Faulty.requests == []
+    (out / "metrics.jsonl").write_bytes(b"{}\n{}\n")
+    (out / "rollouts/00000002.safetensors").unlink()
+    push()
+    assert stored(system)["metrics.jsonl"] == b"{}\n{}\n"
+    assert "rollouts/00000002.safetensors" not in stored(system)
+
+
+def test_what_a_resume_takes(system, out, tmp_path):
+    """Nothing that a run does not write, and nothing where there is no complete checkpoint."""
+    mirror.RunUploader(out, URL)()
+    system.pipe_file("/bucket/run/config.yaml.sh", b"foreign")
+    system.pipe_file("/bucket/run/rollouts/x.py", b"foreign")
+    system.pipe_file("/bucket/run/hang/rank-0.json", b"foreign")
+    there = tmp_path / "there"
+    mirror.pull_run(URL, there)
+    assert not there.exists()
+    mirror._pull_files(URL, there)
+    files = {str(p.relative_to(there)): p for p in there.rglob("*") if p.is_file()}
+    assert {n: p.read_bytes() for n, p in files.items()} == {
+        name: content for name, content in FILES.items() if content != b"local"
+    }
+
+
+def test_what_is_at_the_url_is_not_overwritten(system):
+    mirror.check_url(URL, resume=False, overwrite=False)
+    system.pipe_file("/bucket/run/x", b"")
+    with pytest.raises(Unusable, match="already contains 1 object: use --resume"):
+        mirror.check_url(URL, resume=False, overwrite=False)
+    with pytest.raises(Unusable, match="--overwrite deletes no objects"):
+        mirror.check_url(URL, resume=False, overwrite=True)
+    mirror.check_url(URL, resume=True, overwrite=False)
