@@ -84,7 +84,7 @@ def blocks(file: io.BufferedIOBase, start: int, size: int, row: int, name: str) 
 
 
 def compare(checksum: int, expected: int, name: str) -> None:
-    """Raises BadZipFile unless the checksum of the tensor `name` is the expected one."""
+    """Raise BadZipFile unless the checksum of the tensor `name` is the expected one."""
     if checksum != expected:
         raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
 
@@ -202,7 +202,7 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def _check_tensors(stored: dict[str, TensorStorageMetadata]) -> None:
-    """Raises TypeError or ValueError unless the chunks of each tensor lie inside it and have as
+    """Raise TypeError or ValueError unless the chunks of each tensor lie inside it and have as
     many elements in total. Overlapping chunks are found when a tensor is read: checking all here
     would take quadratic time.
     """
@@ -225,7 +225,7 @@ def _check_tensors(stored: dict[str, TensorStorageMetadata]) -> None:
 
 
 def _check_size(name: str, size: torch.Size, most: torch.Size) -> None:
-    """Raises unless `size` is a torch.Size with the dims of `most`, each between 0 and that."""
+    """Raise unless `size` is a torch.Size with the dims of `most`, each between 0 and that."""
     if type(size) is not torch.Size or len(size) != len(most):
         raise TypeError(f"{name} has a size that is not one")
     if not all(0 <= n <= m for n, m in zip(size, most, strict=True)):
@@ -252,7 +252,7 @@ def overlap(chunks: Sequence[Box]) -> bool:
 
 
 def _check_places(places: Mapping, stored: dict[str, TensorStorageMetadata]) -> None:
-    """Raises unless each chunk has a place in a file of the checkpoint that is large enough for
+    """Raise unless each chunk has a place in a file of the checkpoint that is large enough for
     it.
     """
     missing: dict[str, set] = defaultdict(set)
@@ -275,7 +275,7 @@ def _check_places(places: Mapping, stored: dict[str, TensorStorageMetadata]) -> 
 
 
 def _check_place(name: str, place: Place, size: int) -> None:
-    """Raises unless the place is a valid range of a file in the checkpoint's own folder, of at
+    """Raise unless the place is a valid range of a file in the checkpoint's own folder, of at
     least `size` bytes.
     """
     if type(place) is not Place or type(place.relative_path) is not str:

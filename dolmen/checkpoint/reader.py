@@ -91,7 +91,7 @@ class Reader(FileSystemReader):
         return self.metadata
 
     def check_files(self) -> None:
-        """Raises Damaged if a file of tensors is missing or of another size than it was; reads
+        """Raise Damaged if a file of tensors is missing or of another size than it was; reads
         none.
         """
         for name in self._places:
@@ -158,7 +158,7 @@ class Reader(FileSystemReader):
         self.read_data(plan, planner)
 
     def _check(self, tensors: dict[str, Tensor], elsewhere: Collection[str]) -> None:
-        """Raises KeyError for names that are missing or unexpected (a whole kind, the part before
+        """Raise KeyError for names that are missing or unexpected (a whole kind, the part before
         "/", may be left out), ValueError for other shapes.
         """
         stored = self.stored

@@ -101,7 +101,7 @@ class Seal:
         return content
 
     def check_parts(self, name: str, parts: Iterable[tuple[int, int, int]]) -> None:
-        """Raises Damaged unless the parts (position, length, CRC-32) are those of the file when it
+        """Raise Damaged unless the parts (position, length, CRC-32) are those of the file when it
         was saved.
         """
         if digest_of_parts(parts) != self._lookup(name)[0]:
@@ -110,7 +110,7 @@ class Seal:
             )
 
     def check_size(self, name: str, least: int, size: int | None = None) -> None:
-        """Raises Damaged unless the file exists with the size in the seal, and at least `least`
+        """Raise Damaged unless the file exists with the size in the seal, and at least `least`
         bytes (what its parts need). Reads only the file's size. `size`: that of a file which is
         somewhere else.
         """
@@ -149,7 +149,7 @@ def _read(path: Path, most: int) -> bytes:
 
 
 def _refuse_newer(folder: Path, content: bytes) -> None:
-    """Raises ValueError where the seal and state.json agree on a newer format number; if only one
+    """Raise ValueError where the seal and state.json agree on a newer format number; if only one
     has it, that is damage, found later.
     """
     match = re.match(NUMBER, content)

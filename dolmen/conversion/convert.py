@@ -207,7 +207,7 @@ def _check_scales(source: ModelSource, written: Scales, to: str) -> None:
 
 
 def _check_one_dtype(source: ModelSource) -> None:
-    """Raises ValueError where trained parameters are stored in several dtypes (a folder merged from
+    """Raise ValueError where trained parameters are stored in several dtypes (a folder merged from
     several sources), as it is then unclear which to write: the user has to give --dtype. Parameters
     that a family always keeps in fp32 are not counted.
     """

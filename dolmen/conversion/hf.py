@@ -366,7 +366,7 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
 
 
 def _check_tensor(name: str, stored: Stored, weights: WeightMap) -> None:
-    """Raises ValueError where a stored tensor has another shape than config.json gives it (with the
+    """Raise ValueError where a stored tensor has another shape than config.json gives it (with the
     fields to check), or is not of a floating dtype.
     """
     expected = weights.expected_shape(name)
@@ -385,7 +385,7 @@ def _check_tensor(name: str, stored: Stored, weights: WeightMap) -> None:
 
 
 def _require_equal(head: Stored, embedding: Stored) -> None:
-    """Raises ValueError where the stored head of a tied model differs from the embedding in any
+    """Raise ValueError where the stored head of a tied model differs from the embedding in any
     byte.
     """
     same = head.spec == embedding.spec and all(

@@ -68,7 +68,7 @@ def transformers_folder(source: ModelSource) -> Iterator[Path]:
 
 
 def check_expressible(model: Model, spec: ModelSpec) -> None:
-    """Raises ValueError where the stored parameters (`spec`) have more than the config.json of
+    """Raise ValueError where the stored parameters (`spec`) have more than the config.json of
     `model` can express: a router's balancing bias.
     """
     # training adds one thing that config.json lacks a field for

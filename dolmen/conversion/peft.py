@@ -169,7 +169,7 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _check_shapes(file: Path, form: LoraSpec, stored: Mapping[str, Stored], model: Model) -> None:
-    """Raises Refused where A, B or a magnitude is missing, not floating, or of another shape than
+    """Raise Refused where A, B or a magnitude is missing, not floating, or of another shape than
     the config gives it, and for tensors that are left over.
     """
     if not form.targets:

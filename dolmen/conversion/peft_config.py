@@ -64,7 +64,7 @@ except (re.error, RecursionError, OverflowError) as error:
 
 
 def check(file: Path, config: Mapping[str, Any]) -> None:
-    """Raises Refused for a config that is not plain LoRA or DoRA: another method, trained biases,
+    """Raise Refused for a config that is not plain LoRA or DoRA: another method, trained biases,
     or options that change what is computed.
     """
     if config["peft_type"] != "LORA":
@@ -103,7 +103,7 @@ class Reach:
     config: Mapping[str, Any]
 
     def check(self, modules: Sequence[str], heads: Container[str] = ()) -> None:
-        """Raises Refused where PEFT would not put an adapter on one of `modules`, which have
+        """Raise Refused where PEFT would not put an adapter on one of `modules`, which have
         adapter tensors in the file: it would ignore them silently. `heads`: output embeddings,
         which "all-linear" leaves out.
         """
@@ -127,7 +127,7 @@ class Reach:
             self._check_layer(module)
 
     def _check_layer(self, module: str) -> None:
-        """Raises Refused where layers_to_transform leaves out the layer of a module that has an
+        """Raise Refused where layers_to_transform leaves out the layer of a module that has an
         adapter.
         """
         if not self._layers or module in self.config["target_modules"]:  # in full: of any layer

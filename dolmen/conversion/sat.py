@@ -150,7 +150,7 @@ class Sat(WeightsAlone, Joined):
         return by_name
 
     def _check(self, entry: StoredTensor, shards: list[Stored]) -> None:
-        """Raises ValueError for a tensor that is unequal over ranks, not of the shape that
+        """Raise ValueError for a tensor that is unequal over ranks, not of the shape that
         config.json gives, or not of a floating dtype.
         """
         share, first = self._share(entry), shards[0]

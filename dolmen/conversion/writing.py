@@ -57,7 +57,7 @@ def replace_when_complete(target: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def check(folder: Path) -> None:
-    """Raises ValueError for a folder that lies inside an unfinished conversion's temporary
+    """Raise ValueError for a folder that lies inside an unfinished conversion's temporary
     folder.
     """
     # also a subfolder (a rank's, an iteration's) of an unfinished one

@@ -217,7 +217,7 @@ def expectation(error: ErrorDetails) -> str:
     """
     words, bounds = EXPECTED.get(error["type"]), error.get("ctx", {})
     if error["type"] == "float_type" and type(error["input"]) is int:
-        words = "less than 2^64, or have a decimal point"  # larger integers are not converted
+        words = "less than 2^63, or have a decimal point"  # larger integers are not converted
     # 0, not 0.0
     full = {n: int(bound) for n, bound in bounds.items() if bound in (0.0, 1.0)}
     return error["msg"] if words is None else words.format(**{**bounds, **full})

@@ -163,7 +163,7 @@ def _describe_padding(tokenizer: PreTrainedTokenizer) -> str:
 
 
 def refuse_model(config: DataConfig, model: ModelSpec | None) -> None:
-    """Raises ValueError for a model that is not causal, or has blank-filling prefixes."""
+    """Raise ValueError for a model that is not causal, or has blank-filling prefixes."""
     if model is not None and (model.both_ways or model.blanks is not None):
         why = "is a masked language model" if model.both_ways else "has blanks and prefixes (GLM)"
         raise ValueError(

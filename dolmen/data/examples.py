@@ -301,7 +301,7 @@ def open_examples(
 
 
 def _refuse_all_or_none(index: dict, train_on: MaskingStrategy, source: DataSource) -> None:
-    """Raises ValueError where no token would be trained, or (unless `train_on` is "all") all,
+    """Raise ValueError where no token would be trained, or (unless `train_on` is "all") all,
     which means that the template does not separate completions from prompts.
     """
     counts = f"{source.label}: of {plural(index['tokens'], 'token')} of chats"

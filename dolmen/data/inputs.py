@@ -123,7 +123,7 @@ def open_corpus(
 
 
 def check_chats(config: DataConfig, sources: tuple[DataSource, ...]) -> None:
-    """Raises ValueError for sources that cannot hold chats: several with weights, tokens (.bin), or
+    """Raise ValueError for sources that cannot hold chats: several with weights, tokens (.bin), or
     a tokenizer to be trained on them.
     """
     if len(sources) != 1:

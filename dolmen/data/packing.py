@@ -215,7 +215,10 @@ class PackedRows:
         first_row: int = 0,
         rows: int | None = None,
     ) -> Iterator[Batch]:
-        """Yield batches as HeldOutRows.batches does; the last is padded with empty rows."""
+        """Yield batches of `rows` rows (unset: `batch_size`) from `first_row` of each step of
+        `batch_size`: a rank's part. At most about `max_sequences` rows, evenly spread, are read
+        (None: all); the last batch is padded with empty rows.
+        """
         rows, together = rows or batch_size, self.together
         units = len(self.rows) // together
         chosen = min(units, max(1, (max_sequences or len(self.rows)) // together))

@@ -215,7 +215,7 @@ def lines_of(stream: BinaryIO, file: Path, max_bytes: int | None = None) -> Iter
 def check_row_bytes(
     size: int, max_bytes: int | None, where: str, option: str = "--data.max-row-bytes"
 ) -> None:
-    """Raises Refused for a row of more than `max_bytes`, naming `where` and the option: it is
+    """Raise Refused for a row of more than `max_bytes`, naming `where` and the option: it is
     rendered and tokenised as one text, which takes 3 s and 160 MB of memory per MB.
     """
     if max_bytes is not None and size > max_bytes:
@@ -336,7 +336,7 @@ def column_texts(table: "Dataset | IterableDataset", text_field: str, where: str
 
 
 def check_column(text_field: str, columns: Sequence[str], where: str) -> None:
-    """Raises Refused, listing the columns, unless `text_field` is one of them."""
+    """Raise Refused, listing the columns, unless `text_field` is one of them."""
     if text_field not in columns:
         raise refuse(where, f"no {text_field!r} but columns {advice(columns)}")
 

@@ -162,7 +162,7 @@ def vocabulary_size(tokenizer: PreTrainedTokenizer) -> int:
 def check_vocabulary(
     tokenizer: PreTrainedTokenizer, vocab_size: int, trained: bool = False
 ) -> None:
-    """Raises ValueError if the tokenizer has ids beyond the model's vocabulary; `trained`: the
+    """Raise ValueError if the tokenizer has ids beyond the model's vocabulary; `trained`: the
     model cannot grow, so the message does not suggest it.
     """
     needed = vocabulary_size(tokenizer)
@@ -175,7 +175,7 @@ def check_vocabulary(
 
 
 def check_encodes(tokenizer: PreTrainedTokenizer, text: str, where: str) -> None:
-    """Raises ValueError if `text`, not blank, has no tokens: a bare sentencepiece model that
+    """Raise ValueError if `text`, not blank, has no tokens: a bare sentencepiece model that
     `transformers` converts can come out so. `where`: source of the text, for the message.
     """
     if text.strip() and not len(encoder(tokenizer)(text)):

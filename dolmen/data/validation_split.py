@@ -458,7 +458,7 @@ def exclusion_note(corpus: Corpus, indices: np.ndarray, why: str) -> str:
 
 
 def check_length(division: Division, corpus: Corpus, sequence_length: int) -> None:
-    """Raises ValueError where a source has fewer training tokens than one window, saying where the
+    """Raise ValueError where a source has fewer training tokens than one window, saying where the
     others went.
     """
     left = len(division.training)

@@ -33,7 +33,7 @@ class Loaded:
 
 
 def check_predicts_next_token(model: spec.ModelSpec) -> None:
-    """Raises ValueError for a model that does not predict a next token: without an LM head, or
+    """Raise ValueError for a model that does not predict a next token: without an LM head, or
     bidirectional.
     """
     check_head("a loss of the next token", spec.LMHeadSpec, model)

@@ -161,7 +161,7 @@ class _RowGroup(NamedTuple):
     """Input tokens of the longest row."""
     padded: int
     """`length`, padded to a multiple that cp and sequence parallelism divide."""
-    each: int
+    rows_per_rank: int
     """Rows per dp rank, a multiple of the pipeline's microbatches."""
 
 
@@ -184,7 +184,9 @@ def score_rows(
     # a compiled block would be compiled again for every length
     with inference(model), torch.compiler.set_stance("force_eager"):
         for group in _groups(model, rows, mesh, order.micros):
-            local_rows = group.rows[mesh.dp.rank * group.each : (mesh.dp.rank + 1) * group.each]
+            local_rows = group.rows[
+                mesh.dp.rank * group.rows_per_rank : (mesh.dp.rank + 1) * group.rows_per_rank
+            ]
             batch = _batch(model, rows, local_rows, group)
             scores = forward.forward(model, batch, mesh, order, _score_sequences)
             if scores and len(local_rows):
@@ -225,9 +227,9 @@ def _groups(model: Decoder, rows: ScoringRows, mesh: Mesh, micros: int) -> Itera
 
 def _batch(model: Decoder, rows: ScoringRows, local_rows: np.ndarray, group: _RowGroup) -> Batch:
     """Batch of this dp rank's `local_rows`, padded to the group's length, with empty rows up to
-    `group.each`.
+    `group.rows_per_rank`.
     """
-    tokens = np.zeros((group.each, group.padded), np.int64)
+    tokens = np.zeros((group.rows_per_rank, group.padded), np.int64)
     labels = np.full(tokens.shape, IGNORED, np.int64)
     for place, row in enumerate(local_rows):
         text, first = rows.read(int(row)), int(rows.firsts[row])

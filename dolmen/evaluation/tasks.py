@@ -16,7 +16,7 @@ Scores = Mapping[str, Mapping[str, float]]
 
 
 def check(config: TasksConfig) -> None:
-    """Raises ValueError where no task is named, lm_eval is not installed, or does not know a
+    """Raise ValueError where no task is named, lm_eval is not installed, or does not know a
     task.
     """
     if not config.names:

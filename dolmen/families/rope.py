@@ -211,7 +211,8 @@ def read(config: Mapping[str, Any], size: int) -> RopeSpec:
 def _rotary_size(
     config: Mapping[str, Any], field: str, stated: Mapping[str, Any], size: int
 ) -> int:
-    """Return how many elements of each head are rotated, rounded as in transformers. Raises
+    """Return how many of a head's `size` elements are rotated, truncated as in transformers.
+    `stated`: the entries of the config's rope dict, which is the config's `field`. Raises
     ValueError for an odd number or zero.
     """
     name = PART.name

@@ -132,12 +132,12 @@ class CoreAttention(nn.Module):
 
     def attend_paged(
         self,
-        q: Float[Tensor, "texts heads size"],
+        q: Float[Tensor, "sequences heads size"],
         k: Float[Tensor, "pages kv_heads page size"],
         v: Float[Tensor, "pages kv_heads page value_size"],
         pages: Pages | Alone,
         sinks: Sinks | None = None,
-    ) -> Float[Tensor, "texts heads value_size"]:
+    ) -> Float[Tensor, "sequences heads value_size"]:
         """Attend the last token of each sequence (decode) to its keys and values in the paged KV
         cache; `pages` is the block table, or `Alone` for one sequence.
         """

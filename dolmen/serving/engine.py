@@ -137,7 +137,9 @@ def open_engine(
         yield engine
 
 
-def run_whole(model: Decoder, tokens: Int64[Tensor, "texts length"], end: head.HeadFunction) -> Any:
+def run_whole(
+    model: Decoder, tokens: Int64[Tensor, "sequences length"], end: head.HeadFunction
+) -> Any:
     """Run sequences of equal length (`tokens`, on the host) through the model without a KV cache,
     and return the result of the head function `end`. Raises ValueError where the special tokens
     that decide positions are not known.

@@ -211,7 +211,7 @@ class StopStrings:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizer | None, stop: Sequence[str]):
-        """Raises ValueError for stop strings without a tokenizer."""
+        """Raise ValueError for stop strings without a tokenizer."""
         if stop and tokenizer is None:
             raise ValueError("--stop needs a tokenizer, but the model has none: leave it out")
         self.tokenizer, self.stop = tokenizer, stop

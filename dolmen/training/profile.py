@@ -101,7 +101,7 @@ class StepRecording:
         return profile_table.tabulate(self.profiler.events() or ())
 
     def operators(self) -> str:
-        """Return a table of the OPERATORS with the most self time on the device, as text."""
+        """Return a table, as text, of the operators (OPERATORS of them) with most self time."""
         by = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
         return self.profiler.key_averages().table(sort_by=by, row_limit=OPERATORS)
 

@@ -127,7 +127,7 @@ CHINESE = (
 
 
 def check_base(base: Vocabulary, new: Vocabulary) -> None:
-    """Raises ValueError where tokens of `new` cannot be added to the base: the base is unigram and
+    """Raise ValueError where tokens of `new` cannot be added to the base: the base is unigram and
     the new one is not, or the base's tokenizer.json and tokenizer.model disagree.
     """
     model, content = base.model, base.content
@@ -207,7 +207,7 @@ def lines_of(text: str) -> list[str]:
 
 
 def check_round_trip(tokenizer: PreTrainedTokenizer, lines: Iterable[str], where: str) -> None:
-    """Raises ValueError for the first line that has no tokens or does not decode to itself; `where`
+    """Raise ValueError for the first line that has no tokens or does not decode to itself; `where`
     names the tokenizer.
     """
     encode = encoder(tokenizer)
@@ -226,7 +226,7 @@ def check_round_trip(tokenizer: PreTrainedTokenizer, lines: Iterable[str], where
 
 
 def check_sentencepiece(tokenizer: PreTrainedTokenizer, model: str, lines: Sequence[str]) -> None:
-    """Raises ValueError where sentencepiece itself, with the file `model`, makes other ids for more
+    """Raise ValueError where sentencepiece itself, with the file `model`, makes other ids for more
     than a share UNLIKE (1 %) of the lines.
     """
     # an independent implementation reads the same file

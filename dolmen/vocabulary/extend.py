@@ -169,7 +169,7 @@ def extend(config: VocabExtendConfig, progress: bool = True) -> Extended:
 def check_grown(
     old: PreTrainedTokenizer, new: PreTrainedTokenizer, config: VocabExtendConfig
 ) -> None:
-    """Raises ValueError unless `new` has all tokens of `old` under the same ids, and more."""
+    """Raise ValueError unless `new` has all tokens of `old` under the same ids, and more."""
     had, has = vocabulary_size(old), vocabulary_size(new)
     if has <= had:
         raise ValueError(

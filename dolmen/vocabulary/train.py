@@ -175,7 +175,7 @@ def train(config: VocabTrainConfig, progress: bool = True) -> Trained:
 
 
 def check_size(config: VocabTrainConfig, sample: Sample) -> None:
-    """Raises ValueError where the sample is empty, or too small for config.size tokens."""
+    """Raise ValueError where the sample is empty, or too small for config.size tokens."""
     if not sample.lines:
         raise ValueError(f"--data.path {', '.join(config.data.path[:3])} contains no text")
     # tokens that need no text

@@ -70,7 +70,7 @@ class Ranks:
         return self.pp * self.virtual_stages
 
     def check(self, model_spec: ModelSpec) -> None:
-        """Raises ValueError, naming the option and a divisor, where a size does not divide what it
+        """Raise ValueError, naming the option and a divisor, where a size does not divide what it
         shards: heads and widths by tp, experts by ep, layers by pp x virtual stages.
         """
         for param in model_spec.params.values():
@@ -89,7 +89,7 @@ class Ranks:
             )
 
     def _check_experts(self, numbers: set[int]) -> None:
-        """Raises ValueError where ep does not divide each of the numbers of experts, or the model
+        """Raise ValueError where ep does not divide each of the numbers of experts, or the model
         has none.
         """
         if self.ep > 1 and not numbers:
@@ -132,7 +132,7 @@ class ExportPlan:
     """
 
     def __post_init__(self):
-        """Raises ValueError where the parallel sizes or Megatron's options cannot hold the
+        """Raise ValueError where the parallel sizes or Megatron's options cannot hold the
         model.
         """
         self.ranks.check(self.spec)
@@ -147,7 +147,7 @@ class ExportPlan:
         return names.weights(self.spec, VERSION)
 
     def _check_latents(self) -> None:
-        """Raises ValueError where tp does not divide the rows of latent attention's
+        """Raise ValueError where tp does not divide the rows of latent attention's
         down-projections, in dialects that shard them.
         """
         for name, entry in self.entries.items():

@@ -384,7 +384,7 @@ class Megatron(Joined):
         return {name: remaining[name] for name in self.checkpoint.shards if name in remaining}
 
     def _check(self, name: str, shards: Shards) -> None:
-        """Raises ValueError where a tensor is missing on a tp rank, unequal in shape over ranks,
+        """Raise ValueError where a tensor is missing on a tp rank, unequal in shape over ranks,
         not of the shape that `args` give, or not of a floating dtype.
         """
         entry, share, tp = self._entries[name], self._share(name), self.checkpoint.sizes.tp
