@@ -28,7 +28,7 @@ from dolmen.cli import runs
 from dolmen.data.mixture import Mixture
 from dolmen.launch import launcher
 from dolmen.training import folder as lock
-from dolmen.training import loop, worker
+from dolmen.training import loop, mirror
 from dolmen.training import run as train_run
 from dolmen.training.checks.warn import warmup_over_run
 from dolmen.training.folder import LOCK, Unusable
@@ -252,7 +252,7 @@ def test_who_loses_the_race_for_a_folder_is_told_in_one_line(
     """The other run comes between the launcher's look and the start: with one process and with
     two.
     """
-    for module in (runs, worker):
+    for module in (runs, mirror):
         monkeypatch.setattr(module, "check_folder", lambda *_, **__: None)
     (tmp_path / "run").mkdir()
     held = lock.lock_folder(tmp_path / "run")
