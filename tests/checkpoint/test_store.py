@@ -1,9 +1,12 @@
 """One process: what a save keeps, replaces and refuses, and what a load refuses."""
 
+import errno
 import json
+import shutil
 import threading
 import time
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from dolmen.checkpoint import folders
 from dolmen.checkpoint.reader import locate, open_checkpoint
 from dolmen.checkpoint.store import Checkpoints
-from dolmen.checkpoint.writer import Writer
+from dolmen.checkpoint.writer import Writer, explain_write_errors
 from dolmen.core.mesh import SINGLE
 
 
@@ -130,6 +133,59 @@ def test_a_failed_save_harms_nothing(store, tmp_path, monkeypatch):
         assert store.steps() == [1] and loaded(store, 1) == 1.0 and store.poll()
     store.save(3, tensors(3.0), {}, wait=True)
     assert store.steps() == [1, 3] and not list(store.folder.glob("*.partial"))
+
+
+def chained(*causes: tuple[Exception, bool]) -> Exception:
+    """An error with its causes, the nearest first; False: it was only being handled."""
+    error = last = RuntimeError("enforce fail")
+    for cause, declared in causes:
+        last.__context__ = cause
+        last.__cause__ = cause if declared else None
+        last = cause
+    return error
+
+
+def full() -> OSError:
+    return OSError(errno.ENOSPC, "full")
+
+
+def gone() -> OSError:
+    return OSError(errno.ENOENT, "gone")
+
+
+@pytest.mark.parametrize(
+    "causes, told",
+    [
+        ([(full(), True)], 0),
+        ([(full(), False)], 0),
+        ([(gone(), True)], 0),
+        ([(gone(), False)], None),
+        ([(ValueError(), True), (gone(), True)], 1),
+        ([(ValueError(), False), (gone(), True)], None),
+        ([(ValueError(), False), (full(), True)], 1),
+        ([(gone(), False), (full(), False)], 1),
+        ([], None),
+    ],
+)
+def test_a_write_error_is_told_by_its_cause(causes, told, tmp_path, monkeypatch):
+    """One that was declared, or one that makes writes fail; a full disk by its room; else torch's
+    own.
+    """
+    free = {"more": 2**20, "less": 2**20 - 1}
+    for room in free if told is None else ("more",):
+        error = chained(*causes)
+        monkeypatch.setattr(
+            shutil, "disk_usage", lambda _, room=room: SimpleNamespace(free=free[room])
+        )
+        with pytest.raises((OSError, RuntimeError)) as raised, explain_write_errors(tmp_path):
+            raise error
+        if told is not None:
+            assert raised.value is causes[told][0]
+        elif room == "more":
+            assert raised.value is error
+        else:
+            assert isinstance(raised.value, OSError) and raised.value.errno == errno.ENOSPC
+            assert raised.value.filename == str(tmp_path)
 
 
 def test_a_folder_that_cannot_be(tmp_path):
