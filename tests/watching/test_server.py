@@ -25,7 +25,9 @@ def serving(folder, every: float = 0.0):
         connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
         connection.request(method, path)
         answer = connection.getresponse()
-        found = answer.status, answer.read().decode()
+        body = answer.read()
+        found = answer.status, body.decode()
+        assert answer.getheader("Content-Length") == str(len(body))
         assert answer.getheader("Cache-Control") == "no-store" or found[0] == 501
         connection.close()
         return found
