@@ -172,6 +172,17 @@ def counting(product, calls: list):
     return multiply
 
 
+def test_an_engine_computes_with_packed_weights(model):
+    def packed() -> bool:
+        with torch.no_grad():
+            return model.layers["0"].attn.q.linear().prepacked is not None
+
+    assert not packed()
+    with Engine(model):
+        assert packed()
+    assert not packed()
+
+
 def test_a_weight_that_has_changed_is_packed_again_with_its_neighbours(model):
     attention = model.layers["0"].attn
     parts = [attention.q, attention.k, attention.v]

@@ -185,6 +185,13 @@ def test_the_reference_is_the_start(pairs, tmp_path):
     assert "skipped: 1 pair with equal completions" in loader.description.changes
 
 
+def test_how_full_rows_are_is_what_a_batch_of_all_has(pairs):
+    rows = made(pairs)[1].mixture
+    rows.per_example["one"] = np.ones(len(rows.examples), np.float32)
+    positions = rows.batch(rows.rows).numbers["one"]
+    assert rows.full == positions.double().mean().item() and 0 < rows.full < 1
+
+
 def test_stored_log_probabilities_are_of_the_same_rows(pairs):
     """Each array of which they are a function changes their key, and nothing else does."""
     config, loader = made(pairs)
