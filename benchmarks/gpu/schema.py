@@ -18,7 +18,7 @@ STATUS = {
     "died": "its process ended",
     "late": "was ended, far over its estimate",
     "cut": "was ended, as all time was spent",
-    "left": "not begun for want of time",
+    "left": "not started: no time was left",
 }
 WORD = NAME
 # `plain` in case.py writes what is no number of JSON as a word

@@ -5,11 +5,11 @@ from benchmarks.gpu.runner import Stage
 HERE = "benchmarks.gpu.stages"
 STAGES = (
     Stage(f"{HERE}.device", 32, "what machine this is, and what it does at most"),
-    Stage(f"{HERE}.families", 60, "each family's tiny model, one step beside the CPU's"),
+    Stage(f"{HERE}.families", 60, "each family's tiny model, one step compared with the CPU's"),
     Stage(f"{HERE}.nccl", 28, "NCCL with one rank: every collective"),
     Stage(f"{HERE}.golden", 85, "rows of the second golden table, beside their frozen numbers"),
     Stage(f"{HERE}.training", 85, "`dolmen train`: a run, its checkpoint, and the run resumed"),
-    Stage(f"{HERE}.ops", 62, "each operator beside float64"),
+    Stage(f"{HERE}.ops", 62, "each operator compared with float64"),
     Stage(f"{HERE}.fp8", 25, "products of eight bits: the bits of a CPU, and how fast they are"),
     Stage(f"{HERE}.throughput", 495, "steps of large shapes, beside transformers and plain torch"),
     Stage(f"{HERE}.profile", 105, "where the time of a step goes, by kind"),
