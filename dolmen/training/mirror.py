@@ -22,13 +22,12 @@ from dolmen.checkpoint.remote import RemoteCheckpoints
 from dolmen.core.messages import plural
 from dolmen.files import gate, storage
 from dolmen.files.storage import RemoteFolder
-from dolmen.training.folder import FORMS, LIST, Unusable, check_folder
+from dolmen.training.folder import FORMS, LIST, LOCK, OWNER, Unusable, check_folder
 
-MIRRORED = (
-    *(LIST, "config.yaml", "metrics.jsonl", "history.jsonl", "samples.jsonl", "loss.png"),
-    *("calibration.png", "goodput.json", "summary.json", "tokenizer", "reference", "rollouts"),
-)
-"""Names in a run's folder that are uploaded with each checkpoint, and downloaded by a resume."""
+LOCAL = ("checkpoints", "hf", "hang", "profile", "tensorboard", LOCK, OWNER)
+"""Names in a run's folder that stay there, or are uploaded in a way of their own."""
+MIRRORED = tuple(name for name in FORMS if name not in LOCAL)
+"""Names that are uploaded with each checkpoint, and downloaded by a resume."""
 
 
 def check_out(out: Path, to: str | None, resume: bool, overwrite: bool) -> None:

@@ -54,6 +54,18 @@ def test_resumed_on_another_machine_is_bitwise_never_moved(material, tmp_path, m
     assert losses(storage.working_folder(url)) == losses(calm)
 
 
+def test_a_restart_on_a_host_that_has_nothing(material, tmp_path, machine, monkeypatch):
+    """As torchrun starts it, without --resume."""
+    url = f"file://{tmp_path}/bucket/run"
+    words = ("train", material.file, *FIXED, "--out", url, "--train.steps")
+    assert dolmen(*words, 2).code == 0
+    machine("second")
+    for name, value in (("RANK", 0), ("WORLD_SIZE", 1), ("TORCHELASTIC_RESTART_COUNT", 1)):
+        monkeypatch.setenv(name, str(value))
+    result = dolmen(*words, 4)
+    assert result.code == 0 and "resuming from step 2" in result.out, result.err
+
+
 def test_a_local_run_is_uploaded_too(material, tmp_path, machine):
     """With --checkpoint.to; its export has checksums, and its model can be opened by its URL."""
     url, out = f"file://{tmp_path}/bucket/run", tmp_path / "out"
