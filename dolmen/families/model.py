@@ -1,5 +1,5 @@
-"""`Model`: a config.json and the spec it parses to. Edits change fields of the config.json, in the
-spelling it has, and never the spec: what a run keeps and an export writes is the mapping itself.
+"""`Model`: a config.json and the spec it parses to. Edits change fields of the config.json, under
+the names that it uses, and never the spec: runs store and exports write that config.json.
 
     Model(config).spec                        parse
     model_from_spec(spec, "mistral")          a config.json of this spec, checked by parsing it back
@@ -106,16 +106,16 @@ TUNED = ("initializer_range", "router_aux_loss_coef")  # by training or its star
 
 @dataclass(frozen=True)
 class Model(CustomValue):
-    """A config.json and, by it, a model. Raises ValueError, with field and value, for a field that
-    would change the function and is not supported; unknown fields are kept (see `unknown_fields`).
+    """A model, described by its config.json. Raises ValueError, with field and value, for a field
+    that changes what is computed and is not supported; unknown fields are kept (`unknown_fields`).
     Dropout in the config.json is ignored.
     """
 
     config: dict[str, Any]
-    """The config.json, whole; not to be written into."""
+    """All fields of the config.json. Do not change it: `replace_fields` returns an edited model."""
 
     def __post_init__(self):
-        _ = self.spec  # what is made is read at once
+        _ = self.spec  # parsed at once, so that an unsupported field is refused here
 
     @property
     def model_type(self) -> str:
