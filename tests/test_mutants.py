@@ -319,9 +319,10 @@ def test_tests_of_a_line_are_the_fastest_of_each_function_first(tmp_path):
     saved_record(
         tmp_path / "a.json.gz", "tests/ops", {"t::slow": 9.0, "t::b[1]": 2.0, "t::b[2]": 1}
     )
-    saved_record(tmp_path / "b.json.gz", "tests/model", {"t::b[3]": 0.5, "t::fast": 0.1})
+    left_out = {f"{file}::test": 0.01 for file in record.LEFT_OUT}
+    saved_record(tmp_path / "b.json.gz", "tests/model", {"t::b[3]": 0.5, "t::fast": 0.1} | left_out)
     known = record.read(tmp_path)
-    assert known.folders == ("tests/ops", "tests/model") and len(known.seconds) == 5
+    assert known.folders == ("tests/ops", "tests/model") and len(known.seconds) == 6
     order = ("t::fast", "t::b[3]", "t::slow", "t::b[2]", "t::b[1]")
     assert known.tests("dolmen/ops/norm.py", (4, 3), 9) == order
     assert known.tests("dolmen/ops/norm.py", (3,), 2) == order[:2]
