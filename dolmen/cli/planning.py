@@ -48,6 +48,11 @@ def run_plan(options: PlanConfig) -> int:
         request = resolve_request(options)
         # before the search, which takes up to minutes
         report.check(request.options)
+        if request.run.train.numerics == "exact":
+            say(
+                "WARNING: plans count fast numerics, and train.numerics is exact, which takes more "
+                "time and memory (docs/concepts/numerics.md) and covers fewer layouts"
+            )
         if request.options.inference:
             return plan_inference(request)
         question = Question.from_request(request)

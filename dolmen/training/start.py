@@ -49,6 +49,7 @@ from dolmen.training import mirror
 from dolmen.training.checks.folder import (
     check_overwrite,
     check_resume,
+    check_same_limit,
     check_same_model,
     check_same_optimizer,
 )
@@ -152,6 +153,7 @@ def _load(
     saved = checkpoints.together(step, read)[0]
     check_same_model(saved.run, run, step)
     check_same_optimizer(saved.run, run, step)
+    check_same_limit(saved.run, run, step)
     if (saved.critic is None) != (state.critic is None):
         holds = "no critic" if saved.critic is None else "a critic"
         raise ValueError(

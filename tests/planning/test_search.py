@@ -161,6 +161,14 @@ def test_a_folder_is_refused_by_what_it_lacks(tmp_path):
     assert found.assumed == ("train.sequence-length",)
 
 
+def test_a_plan_of_exact_numerics_warns(tmp_path):
+    run = tmp_path / "run.yaml"
+    run.write_text("model: {model_type: llama}\ntrain: {numerics: exact}\n")
+    words = "--cluster", "hgx-h100:1", "--no-dryrun", "--layout.tp", 8, "--layout.recompute", "full"
+    plan = dolmen("plan", run, *words)
+    assert plan.code == 0 and "WARNING: plans count fast numerics" in plan.err
+
+
 def test_a_batch_and_a_length_that_nobody_says_are_told(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     words = "--cluster", "hgx-h100:1", "--no-dryrun", "--layout.tp", 8, "--layout.recompute", "full"

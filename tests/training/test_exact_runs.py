@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rich.console import Console
 from tinyrun import Material, losses, same, tensors
 
+from dolmen.core.config import to_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.core.state import local_view
 from dolmen.model.layout import Layout
@@ -21,7 +22,9 @@ from dolmen.planning import dryrun
 from dolmen.planning.config import DryrunConfig, DryrunRequest
 from dolmen.training import loop, receipt, replay, self_test
 from dolmen.training.checks.exact import check_exact
+from dolmen.training.checks.folder import check_same_limit
 from dolmen.training.config import RunConfig
+from dolmen.training.folder import Unusable
 from dolmen.training.request import ReplayConfig
 from dolmen.training.run import run_training
 from dolmen.training.self_test import ProductShape
@@ -279,6 +282,16 @@ def test_a_run_goes_on_at_any_layout(material, tmp_path, spawn):
         found, want = (receipts(tmp_path / folder) for folder in (name, "whole"))
         assert found == want and len(set(want)) == 6
         assert same(tensors(tmp_path / name, 6), tensors(tmp_path / "whole", 6)), name
+
+
+def test_another_limit_is_refused_on_resume(material):
+    saved, other = to_dict(config(material)), config(material, {"exact": {"tp": 1}})
+    refusal = r"step 3 was trained with train.exact.tp 2, and 1 gives other bits: use --train.ex"
+    with pytest.raises(Unusable, match=refusal):
+        check_same_limit(saved, other, 3)
+    for run in (config(material), config(material, {"numerics": "fast", "exact": {"tp": 8}})):
+        check_same_limit(saved, run, 3)
+    check_same_limit(to_dict(run), other, 3)
 
 
 FLIPPED = "layers.1.mlp.up.weight"

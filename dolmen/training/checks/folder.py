@@ -88,6 +88,7 @@ def check_resume(run: RunConfig, out: Path) -> None:
         raise saved.damage_error(step, error) from None
     check_same_model(checkpoint_state.run, run, step)
     check_same_optimizer(checkpoint_state.run, run, step)
+    check_same_limit(checkpoint_state.run, run, step)
     if run.train.steps is not None and step > run.train.steps:
         raise folder.Unusable(
             f"the checkpoint is at step {step}, but --train.steps is {run.train.steps}: use a "
@@ -127,6 +128,20 @@ def check_same_optimizer(saved: dict, run: RunConfig, step: int) -> None:
             f"the checkpoint of step {step} has the optimizer state of {before}, from which "
             f"optimizer.name {run.optimizer.name} cannot resume: use --optimizer.name {before}, "
             "or give another --out"
+        )
+
+
+def check_same_limit(saved: dict, run: RunConfig, step: int) -> None:
+    """Raise Unusable where both the run `saved` at `step` and this one have exact numerics, with
+    another limit: the bits from there on would be those of no run that never stopped.
+    """
+    train = saved.get("train", {})
+    before = train.get("exact", {}).get("tp")
+    if "exact" == train.get("numerics") == run.train.numerics and before != run.train.exact.tp:
+        raise folder.Unusable(
+            f"the checkpoint of step {step} was trained with train.exact.tp {before}, and "
+            f"{run.train.exact.tp} gives other bits: use --train.exact.tp {before}, or give "
+            "another --out"
         )
 
 
