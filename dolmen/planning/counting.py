@@ -265,8 +265,8 @@ class Memory:
         self.total = self.most = 0
         self.at_most = Live()
         """By kind, when there were `most`."""
-        self.lately = Live()
-        """The most since `since_last`, by kind."""
+        self.lately = 0
+        """The most since `since_last`."""
         self.making: Kind = "parameter"
 
     @property
@@ -286,14 +286,12 @@ class Memory:
     def begin(self) -> None:
         """Restart the peak from what is held now."""
         self.most = self.total
-        self.at_most = self.lately = self.live
+        self.at_most, self.lately = self.live, self.total
 
-    def since_last(self) -> Live:
-        """Return the bytes by kind when most were held since the last call (or `begin`), and start
-        anew.
-        """
+    def since_last(self) -> int:
+        """Return the most bytes held since the last call (or `begin`), and start anew."""
         # the next interval begins with what is held now
-        most, self.lately = self.lately, self.live
+        most, self.lately = self.lately, self.total
         return most
 
     def add(self, tensor: Tensor) -> None:
@@ -341,8 +339,7 @@ class Memory:
         """Add bytes (negative: subtract) to a kind, and update `lately` and `most`."""
         self.bytes[kind] += size
         self.total += size
-        if self.total > self.lately.total:
-            self.lately = self.live
+        self.lately = max(self.lately, self.total)
         if self.total > self.most:
             self.most, self.at_most = self.total, self.live
 
@@ -361,8 +358,6 @@ class Counting(dispatch.Dispatch):
         self.memory = Memory()
         self.places: Places | None = None
         self.rows: list[LedgerRow] = []
-        self.highs: list[Live] = []
-        """Of each row, what was held when it was the most while it ran."""
         self.since: list[dict[str, Any]] = []
         """Rows of the action that is under way."""
         self.sent: dict[int, Tensor] = {}
@@ -392,8 +387,8 @@ class Counting(dispatch.Dispatch):
         """
         end = self.memory.since_last()
         # memory may rise after the last operator, as hooks allocate
-        if self.since and end.total > self.highs[-1].total:
-            self.highs[-1], self.since[-1]["peak"] = end, end.total
+        if self.since:
+            self.since[-1]["peak"] = max(end, self.since[-1]["peak"])
         self.rows += [LedgerRow(action=action, times=times, **row) for row in self.since]
         self.since = []
 
@@ -523,14 +518,13 @@ class Counting(dispatch.Dispatch):
     def _row(self, kind: str, op: str, **more: Any) -> None:
         """Add a row of the current module, with the memory now and the peak since the last row."""
         assert self.places is not None
-        self.highs.append(self.memory.since_last())
         self.since.append(
             dict(
                 module=self.places.here or "",
                 kind=kind,
                 op=op,
                 live=self.memory.live,
-                peak=self.highs[-1].total,
+                peak=self.memory.since_last(),
                 **more,
             )
         )

@@ -6,11 +6,11 @@ many microbatches few are run (steady_state.py). It runs eagerly, whatever `trai
 """
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +28,6 @@ from dolmen.core.torch_private import dispatch, sharding
 from dolmen.data.batch import FOLLOWS, Batch
 from dolmen.model.build import allocate, place
 from dolmen.model.decoder import Decoder
-from dolmen.model.spec import ModelSpec
 from dolmen.ops.attention import Documents
 from dolmen.ops.kernels import CPU, KNOWN, Hardware
 from dolmen.optim.optimizer import DTYPES, master_dtype
@@ -37,7 +36,7 @@ from dolmen.parallel.schedule import Action, Schedule
 from dolmen.planning.config import DryrunRequest, ranks_of
 from dolmen.planning.counting import Counting, Memory
 from dolmen.planning.dry_report import DryRunReport
-from dolmen.planning.ledger import Ledger, Live
+from dolmen.planning.ledger import Ledger
 from dolmen.planning.steady_state import DryRunSteps, shorten_step
 from dolmen.training import loop
 from dolmen.training.checks.run import validate_computation
@@ -46,16 +45,6 @@ from dolmen.training.initialize import initial_state
 from dolmen.training.resolve import resolve
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step
-
-
-class Trace(NamedTuple):
-    """The ledger of a dry run, with memory by kind that its rows do not have."""
-
-    ledger: Ledger
-    highs: tuple[Live, ...]
-    """For each row, the bytes by kind when the most were held while it ran."""
-    ends: tuple[Live, ...]
-    """Bytes by kind after each action, and after the update."""
 
 
 def report(request: DryrunRequest, progress: bool = False) -> DryRunReport:
@@ -117,26 +106,6 @@ def dryrun(
     experts. `observe` is called after each action. Raises ValueError where a process group has been
     joined, and whatever the step would raise.
     """
-    # fewer microbatches, whose period stands for the rest
-    steps = shorten_step(run, rank, exact)
-    return trace_step(run, rank, run.spec, steps, hardware, max_load, observe).ledger
-
-
-def trace_step(
-    run: RunConfig,
-    rank: int,
-    spec: ModelSpec,
-    steps: DryRunSteps,
-    hardware: Hardware,
-    max_load: float,
-    observe: Callable[[], None] = lambda: None,
-    stages: Sequence[range] | None = None,
-) -> Trace:
-    """Run `steps` on tensors without values, as `rank` of the world of `run.layout`, with `spec` in
-    place of the model of `run`, and return ledger and memory. `stages`: the layers of each pipeline
-    stage (default: balanced). Joins a fake process group for the time. Raises ValueError where a
-    process group has been joined already, and whatever the step would raise.
-    """
     if dist.is_initialized():
         raise ValueError(
             "dolmen dryrun runs in one process, but this process belongs to a group: run it "
@@ -146,7 +115,9 @@ def trace_step(
     dispatch.join_fake(run.layout.world, rank)
     try:
         mesh = match_hardware(hardware, run.layout.mesh(torch.device("cpu")))
-        return _count_step(run, rank, spec, mesh, steps, hardware, max_load, observe, stages)
+        # fewer microbatches, whose period stands for the rest
+        steps = shorten_step(run, rank, exact)
+        return _count_step(run, rank, mesh, steps, hardware, max_load, observe)
     finally:
         dist.destroy_process_group()
 
@@ -154,20 +125,18 @@ def trace_step(
 def _count_step(
     run: RunConfig,
     rank: int,
-    spec: ModelSpec,
     mesh: Mesh,
     steps: DryRunSteps,
     hardware: Hardware,
     max_load: float,
     observe: Callable[[], None],
-    stages: Sequence[range] | None,
-) -> Trace:
+) -> Ledger:
     """Build the model and run one training step on `mesh` with fake tensors, counting operators,
-    collectives and memory; see `trace_step`.
+    collectives and memory; see `dryrun`.
     """
     schedule = steps.schedule
     model = place(
-        spec,
+        run.spec,
         mesh,
         run.layout,
         schedule,
@@ -175,9 +144,7 @@ def _count_step(
         dtype=master_dtype(run.train.dtype),
         compute=DTYPES[run.train.dtype],
         hardware=hardware,
-        stages=stages,
     )
-    ends: list[Live] = []
     counting = Counting(groups(mesh), instant=hardware.kind == "cuda")
 
     def answer(x: Tensor, rows: int | None) -> Any:
@@ -186,10 +153,9 @@ def _count_step(
         return balanced_values(x, rows, max_load)
 
     def end_action(action: Action) -> None:
-        """Assign the rows since the last action to this one, and keep the memory by kind."""
+        """Assign the rows since the last action to this one."""
         counting.end_action(str(action), steps.times.get(action, 1))
         agree_on_start(model, counting.memory)
-        ends.append(counting.memory.live)
         observe()
 
     # outside of the fake mode, so its tokens have values
@@ -205,9 +171,7 @@ def _count_step(
                 raise crash_error(rank, counting, error) from error
         # clipping and update, after the last action
         counting.end_action("optimizer")
-        ends.append(counting.memory.live)
-    ledger = Ledger(rank, rest, tuple(counting.rows), counting.memory.at_most)
-    return Trace(ledger, tuple(counting.highs), tuple(ends))
+    return Ledger(rank, rest, tuple(counting.rows), counting.memory.at_most)
 
 
 def crash_error(rank: int, counting: Counting, error: Exception) -> ValueError:

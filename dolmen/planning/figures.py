@@ -217,17 +217,14 @@ def memory_along(plan: Plan) -> Drawing:
 
 
 def course(memory: StageMemory, timeline: Timeline, rank: int) -> list[tuple[float, float]]:
-    """Return (bytes while it runs, bytes after it) of each action of a rank: as simulated, or else
-    the activations in proportion to the chunks that are held.
+    """Return (bytes while it runs, bytes after it) of each action of a rank: the activations are in
+    proportion to the chunks that are held.
     """
-    after: tuple[float, ...] = memory.along
     # all kinds but activations stay the same
-    rest = memory.total - memory.live.activation
-    if not after:
-        chunks = timeline.chunks_held(rank)
-        # the peak belongs to the most chunks that are held
-        per_microbatch = memory.live.activation / max(1, *chunks)
-        after = tuple(rest + per_microbatch * count for count in chunks)
+    rest, chunks = memory.total - memory.live.activation, timeline.chunks_held(rank)
+    # the peak belongs to the most chunks that are held
+    per_microbatch = memory.live.activation / max(1, *chunks)
+    after = [rest + per_microbatch * count for count in chunks]
     before = (min(rest, after[0]), *after[:-1])
     return [(max(first, second), second) for first, second in zip(before, after, strict=True)]
 

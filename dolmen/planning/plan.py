@@ -35,8 +35,6 @@ class StageMemory:
     """Bytes by kind at its peak."""
     other: int
     """Context, communicators and workspace, as stated."""
-    along: tuple[int, ...] = ()
-    """Total bytes after each action of its list, `other` included; empty where not simulated."""
 
     @property
     def total(self) -> int:
