@@ -5,6 +5,7 @@ On a machine that others use, CPU time of one thread says more than the clock.
     python benchmarks/generate.py                              all sizes, as many threads as cores
     python benchmarks/generate.py --sizes 20M --threads 1      one size, one thread
     python benchmarks/generate.py --products                   products of a weight, in us of CPU
+    python benchmarks/generate.py --sizes 20M --speculative    dolmen alone, with prompt lookup
 
     batch 1, 16   prompts of 32 tokens, 64 new ones
     256 rows      prompts of 1 to 256 tokens, 4 to 128 new ones, drawn by a seed: dolmen takes them
@@ -45,7 +46,8 @@ from dolmen.parallel.inference_linear import (
     PrepackedProduct,
     Weights,
 )
-from dolmen.serving.engine import Engine, load_decoder
+from dolmen.serving.config import SpeculativeConfig
+from dolmen.serving.engine import Engine, NgramProposer, load_decoder
 from dolmen.serving.request import Request, SamplingParams
 
 Work = Sequence[tuple[list[int], int]]
@@ -106,17 +108,29 @@ def cases(vocabulary: int) -> list[Case]:
     ]
 
 
-def dolmen_side(model: Decoder, weights: Weights = "stated") -> Side:
-    """Through the engine, as a file of rows goes."""
+def dolmen_side(
+    model: Decoder,
+    weights: Weights = "stated",
+    drafts: int = 0,
+    accepted: list[str] | None = None,
+) -> Side:
+    """Through the engine, as a file of rows goes. `drafts`: tokens that prompt lookup drafts;
+    `accepted` gets how many of them were.
+    """
+    proposer = None
+    if drafts:
+        proposer = NgramProposer(SpeculativeConfig(method="ngram", num_speculative_tokens=drafts))
 
     def answer(work: Work) -> list[list[int]]:
         found: dict[int, list[int]] = {}
-        with Engine(model, weights=weights) as engine:
+        with Engine(model, weights=weights, proposer=proposer) as engine:
             for i, (prompt, new) in enumerate(work):
                 options = SamplingParams(temperature=0, max_new_tokens=new)
                 engine.add(Request(prompt, options, id=i))
             while engine.busy:
                 found |= {one.number: one.tokens for one in engine.step().finished}
+        if accepted is not None:
+            accepted[:] = [str(engine.acceptance)]
         return [found[i] for i in range(len(work))]
 
     return answer
@@ -213,6 +227,8 @@ def measure(size: str, folder: Path, options: argparse.Namespace) -> None:
     theirs = LlamaForCausalLM(config).eval()
     theirs.save_pretrained(folder)
     ours = load_decoder(open_source(folder))
+    if options.speculative:
+        return speculate(ours, options)
     sides = {
         "dolmen": dolmen_side(ours),
         "transformers, dynamic": transformers_side(theirs),
@@ -231,6 +247,22 @@ def measure(size: str, folder: Path, options: argparse.Namespace) -> None:
     for case in cases(config.vocab_size):
         if not options.cases or case.name in options.cases:
             compare(case, sides, weights, options.rounds)
+
+
+def speculate(model: Decoder, options: argparse.Namespace) -> None:
+    """Print dolmen's times with prompt lookup beside those without. Random weights repeat
+    themselves when they decode greedily, and so accept more than a text in a language would.
+    """
+    weights = next(iter(model.parameters())).detach()
+    for case in cases(model.spec.vocab_size):
+        for drafts in (2, 4, 8):
+            if not options.cases or case.name in options.cases:
+                accepted: list[str] = []
+                side = dolmen_side(model, drafts=drafts, accepted=accepted)
+                compare(
+                    case, {"dolmen": dolmen_side(model), "ngram": side}, weights, options.rounds
+                )
+                print(f"{drafts} drafts: {accepted[0]}")
 
 
 PRODUCTS = {"100M": (768, 2048), "500M": (1280, 3584)}
@@ -285,6 +317,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--products", action="store_true", help="products of a weight alone")
+    parser.add_argument("--speculative", action="store_true", help="prompt lookup, dolmen alone")
     parser.add_argument("--compiled", action="store_true", help="transformers compiled, too")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")

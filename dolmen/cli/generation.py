@@ -34,6 +34,7 @@ from dolmen.serving.generation import (
 )
 from dolmen.serving.processes import Resolved
 from dolmen.serving.request import Limits, Request
+from dolmen.serving.speculation import check_draft
 
 
 def run_generate(options: GenerateConfig) -> int:
@@ -54,15 +55,23 @@ def run_generate(options: GenerateConfig) -> int:
     split = options.layout
     resolved = processes.resolve(
         "generate",
-        [options.folder],
+        [options.folder, *options.speculative.models],
         Layout(tp=split.tp, pp=split.pp, dp=split.dp),
         options.device,
         replicas=True,
         weights=options.weights,
         adapters=options.adapters,
     )
+    _check_draft(resolved)
     generate = _generate_prompts if options.input is None else _generate_file
     return generate(options, resolved)
+
+
+def _check_draft(resolved: Resolved) -> None:
+    """Raise BadInput where the second model, if there is one, cannot draft for the first."""
+    with as_bad_input():
+        for draft in resolved.sources[1:]:
+            check_draft(draft.spec, resolved.source.spec)
 
 
 def _generate_file(options: GenerateConfig, resolved: Resolved) -> int:
@@ -77,9 +86,9 @@ def _generate_file(options: GenerateConfig, resolved: Resolved) -> int:
         job = offline.prepare(options, resolved.source, resolved.tokenizer(), first, fresh)
     if job.unfinished:
 
-        def work(mesh: Mesh, source: ModelSource) -> int:
+        def work(mesh: Mesh, source: ModelSource, draft: ModelSource | None = None) -> int:
             """Generate the rows on this process's part of the mesh."""
-            offline.generate(job, source, mesh)
+            offline.generate(job, source, mesh, draft)
             return 0
 
         if code := resolved.run(to_dict(options), work):
@@ -125,13 +134,15 @@ def _generate_prompts(options: GenerateConfig, resolved: Resolved) -> int:
     ]
     limits = Limits(tokens=options.max_batch_tokens)
 
-    def work(mesh: Mesh, source: ModelSource) -> int:
+    def work(mesh: Mesh, source: ModelSource, draft: ModelSource | None = None) -> int:
         """Generate on this process's part of the mesh."""
         for line in notes:
             say(line, mesh.first)
         texts = [Detokenizer(tokenizer, options.stop) for _ in prompts]
         printer = CompletionPrinter(texts, options.prompt, mesh.first)
-        with open_engine(options, source, tokenizer, mesh, limits, options.adapters) as engine:
+        with open_engine(
+            options, source, tokenizer, mesh, limits, options.adapters, draft
+        ) as engine:
             for request in requests:
                 engine.add(request)
             try:
@@ -206,18 +217,23 @@ def run_chat(options: ChatConfig) -> int:
         options.of_tokens.check()
         check_stop(options.stop)
         resolved = processes.resolve(
-            "chat", [options.folder], Layout(), options.device, weights=options.weights
+            "chat",
+            [options.folder, *options.speculative.models],
+            Layout(),
+            options.device,
+            weights=options.weights,
         )
+        _check_draft(resolved)
         config, notes = apply_generation_config(options, resolved.source.generation_config)
         config.of_tokens.check()
         chat = ChatSession(resolved.source, resolved.tokenizer(), config)
     for line in notes:
         say(line)
 
-    def work(mesh: Mesh, _: ModelSource) -> int:
+    def work(mesh: Mesh, _: ModelSource, draft: ModelSource | None = None) -> int:
         """Load the model, and talk. Returns 0."""
         # one process: the chat has the model that was opened here
-        with chat.engine(mesh):
+        with chat.engine(mesh, draft):
             Terminal(chat).talk()
         return 0
 
@@ -325,21 +341,22 @@ def run_serve(options: ServeConfig) -> int:
 
     resolved = processes.resolve(
         "serve",
-        [options.folder],
+        [options.folder, *options.speculative.models],
         Layout(tp=options.layout.tp),
         options.device,
         adapters=options.adapters,
         weights=options.weights,
     )
+    _check_draft(resolved)
     with as_bad_input():
         tokenizer = resolved.tokenizer()
         if not process.launched_here():
             # in the launcher only, before workers are started
             server.check(options, resolved.source, tokenizer)
 
-    def work(mesh: Mesh, source: ModelSource) -> int:
+    def work(mesh: Mesh, source: ModelSource, draft: ModelSource | None = None) -> int:
         """Serve on this process's part of the mesh. Returns 0."""
-        server.serve(options, source, tokenizer, mesh)
+        server.serve(options, source, tokenizer, mesh, draft)
         return 0
 
     return resolved.run(to_dict(options), work)

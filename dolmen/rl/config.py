@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dolmen.core.config import AboveZero, Count, Name, NonNegative, Positive, config
+from dolmen.serving.config import SpeculativeConfig
 
 AdvantageEstimator = Literal[
     "grpo", "rloo", "reinforce-plus-plus", "reinforce-plus-plus-baseline", "distillation"
@@ -91,6 +92,12 @@ class RolloutConfig:
     """
     max_num_seqs: Positive = 64
     """Completions that one model copy generates at the same time."""
+    weights: Literal["stated", "int8"] = "stated"
+    """Weights of the model copies that generate. stated: those of the policy. int8: products of
+    8-bit integers, on a CPU; the sampling probabilities are then not the policy's, which needs
+    --rollout.importance-sampling-cap.
+    """
+    speculative: SpeculativeConfig = SpeculativeConfig()
     offload: Literal["none", "cpu"] = "none"
     """Placement of models while they are not in use. none: on the device. cpu: in pinned host
     memory (optimizers and all weights but the generator's during generation; the reference, reward

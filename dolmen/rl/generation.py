@@ -24,10 +24,12 @@ from dolmen.model.layout import Layout
 from dolmen.model.spec import ModelSpec
 from dolmen.model.training import Training
 from dolmen.parallel import pipeline
+from dolmen.parallel.inference_linear import Weights
 from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import make_schedule
 from dolmen.serving.engine import Engine, require_finite
 from dolmen.serving.request import Limits, Request, SamplingParams
+from dolmen.serving.speculation import Proposer
 
 
 class GenerationModel:
@@ -152,6 +154,10 @@ class Completion(NamedTuple):
     """True for tokens sampled from the model, False for tokens of an environment."""
     finished: bool
     """True if it ended with a stop token, and not at the maximum length."""
+    num_draft_tokens: int = 0
+    """Tokens that were drafted and verified (speculative decoding)."""
+    num_accepted_tokens: int = 0
+    """Drafts that are among its tokens."""
 
     def add_environment_tokens(self, tokens: list[int], max_tokens: int) -> "Completion":
         """Return the completion with an environment's turn appended, log-probability 0 and not
@@ -175,6 +181,8 @@ class Completion(NamedTuple):
             logprobs=self.logprobs + turn.logprobs,
             sampled=self.sampled + turn.sampled,
             finished=turn.finished,
+            num_draft_tokens=self.num_draft_tokens + turn.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens + turn.num_accepted_tokens,
         )
 
 
@@ -187,17 +195,21 @@ def generate_completions(
     options: SamplingParams,
     seed: int,
     max_num_seqs: int,
+    weights: Weights = "stated",
+    proposer: Proposer | None = None,
 ) -> list[Completion]:
     """Return a completion of each prompt, in order, on every rank of `mesh`. Each data-parallel
     copy of the model generates its share of the prompts, at most `max_num_seqs` at the same time.
-    `names` and `seed` determine the random numbers. Raises ValueError for logits that are not
+    `names` and `seed` determine the random numbers. `weights`: int8 multiplies integers.
+    `proposer`: drafts tokens (speculative decoding). Raises ValueError for logits that are not
     finite.
     """
     # rounded up: the last copies may have fewer prompts, or none
     share = -(-len(prompts) // mesh.dp.size)
     local = range(mesh.dp.rank * share, min(len(prompts), (mesh.dp.rank + 1) * share))
     completions: list[Completion] = []
-    with Engine(model, limits=Limits(rows=max_num_seqs)) as engine:
+    limits = Limits(rows=max_num_seqs)
+    with Engine(model, limits=limits, weights=weights, proposer=proposer) as engine:
         index_of = {}
         for i in local:
             limited = replace(options, max_new_tokens=max_new_tokens[i])
@@ -212,7 +224,10 @@ def generate_completions(
                 logprobs = [logprob.logprob for logprob in sequence.logprobs]
                 sampled, finished = [True] * len(logprobs), sequence.finish_reason == "stop"
                 index = index_of[sequence.number]
-                completions.append(Completion(index, sequence.tokens, logprobs, sampled, finished))
+                counts = sequence.num_draft_tokens, sequence.num_accepted_tokens
+                completions.append(
+                    Completion(index, sequence.tokens, logprobs, sampled, finished, *counts)
+                )
     if mesh.size > 1:
         # all ranks of tp generate the same: one of them sends
         per_rank = consensus.gather_objects(completions if mesh.tp.rank == 0 else [])

@@ -60,6 +60,7 @@ from dolmen.rl.rewards import CombinedReward, RewardInput
 from dolmen.rl.rollout import PPORollout, Rollout, make_rollout
 from dolmen.rl.targets import KLController, compute_advantages, compute_ppo_targets
 from dolmen.serving.request import SamplingParams
+from dolmen.serving.speculation import Acceptance, Proposer
 
 PADDING_MULTIPLE = 16
 """Row lengths of a model with experts are multiples of this many tokens."""
@@ -96,6 +97,8 @@ class RolloutModels:
     generator: GenerationModel
     reference: Decoder | None = None
     """The model of the KL penalty, or the teacher; None where there is neither."""
+    proposer: Proposer | None = None
+    """What drafts tokens (speculative decoding); None: no drafts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,7 +317,7 @@ class RolloutBatches:
             """
             return generate_completions(
                 *(model, mesh, texts, names, max_new_tokens, options, setup.seed),
-                config.max_num_seqs,
+                *(config.max_num_seqs, config.weights, self.models.proposer),
             )
 
         if self.multi_turn is None:
@@ -439,7 +442,7 @@ class RolloutBatches:
 
     def _report_sampling(self, rollout: Rollout, completions: Sequence[Completion]) -> None:
         """Add the metrics that are known only when completions were just sampled: mean length,
-        share that is finished, KL from the reference.
+        share that is finished, accepted share of drafts, KL from the reference.
         """
         lengths = torch.tensor([float(sum(completion.sampled)) for completion in completions])
         finished = torch.tensor([float(completion.finished) for completion in completions])
@@ -447,6 +450,10 @@ class RolloutBatches:
             "rollout/completion_length": float(lengths.mean()),
             "rollout/finished": float(finished.mean()),
         }
+        if self.models.proposer is not None:
+            drafted = sum(each.num_draft_tokens for each in completions)
+            accepted = sum(each.num_accepted_tokens for each in completions)
+            self.metrics["rollout/draft_acceptance_rate"] = Acceptance(drafted, accepted).rate
         trained = rollout.labels != IGNORED
         # k1, the unbiased estimate, in nats per token
         kl = (rollout.old_logprobs - rollout.reference_logprobs)[trained]

@@ -99,6 +99,15 @@ class BlockTable:
         self.pages[child].append(copy)
         return pages[full], copy
 
+    def truncate(self, sequence: int, length: int) -> None:
+        """Shorten a sequence to its first `length` tokens, at least one, and free the pages behind
+        them: rejected drafts of speculative decoding.
+        """
+        pages, self.lengths[sequence] = self.pages[sequence], length
+        kept = self.pages_for([length])
+        self._release(pages[kept:])
+        del pages[kept:]
+
     def shared_pages(self, sequences: Iterable[int]) -> dict[int, list[int]]:
         """Return the pages that several of `sequences` share, each with those sequences."""
         users: dict[int, list[int]] = {}
@@ -112,7 +121,11 @@ class BlockTable:
     def remove(self, sequence: int) -> None:
         """Forget a sequence and free its pages, except those that other sequences share."""
         del self.lengths[sequence]
-        for page in self.pages.pop(sequence):
+        self._release(self.pages.pop(sequence))
+
+    def _release(self, pages: Iterable[int]) -> None:
+        """Take a sequence from the users of `pages`, and free those that have none left."""
+        for page in pages:
             self._users[page] -= 1
             if not self._users[page]:
                 del self._users[page]

@@ -66,9 +66,13 @@ class ChatSession:
         self.stopped = True
 
     @contextmanager
-    def engine(self, mesh: Mesh) -> Iterator[None]:
-        """Load the model on `mesh`; `reply` can be called within this context."""
-        with engine.open_engine(self.config, self.source, self.tokenizer, mesh) as self._engine:
+    def engine(self, mesh: Mesh, draft: ModelSource | None = None) -> Iterator[None]:
+        """Load the model, and the `draft` model of speculative decoding, on `mesh`; `reply` can be
+        called within this context.
+        """
+        with engine.open_engine(
+            self.config, self.source, self.tokenizer, mesh, draft=draft
+        ) as self._engine:
             yield
 
     def reply(self, text: str) -> Iterator[str]:

@@ -42,6 +42,45 @@ class Numerics:
     """auto takes the GPUs if any are visible, else the CPU."""
 
 
+@config("speculative", kw_only=True)
+class SpeculativeConfig:
+    """Speculative decoding: tokens are drafted, and one forward of the model verifies several of
+    them. The tokens are those of the model without it: the same ones with greedy decoding and with
+    ngram (near ties aside), and of the same distribution where a draft model's were sampled.
+    """
+
+    method: Literal["ngram", "draft"] | None = None
+    """ngram: draft what followed an earlier occurrence of the last tokens (prompt lookup); needs no
+    model. draft: sample from a smaller model. Default: no drafts.
+    """
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=64)] = 4
+    """Tokens that are drafted at once for a sequence."""
+    prompt_lookup_max: Positive = 4
+    """Most last tokens that ngram looks for."""
+    prompt_lookup_min: Positive = 2
+    """Fewest last tokens that ngram looks for."""
+    model: Name | None = None
+    """Draft model: anything that `dolmen generate` takes, with the vocabulary of the model."""
+
+    def __post_init__(self):
+        if (self.model is not None) != (self.method == "draft"):
+            raise ValueError(
+                f"speculative.method is {self.method or 'not set'}, and speculative.model is "
+                f"{self.model or 'not set'}: method draft needs a model, and no other takes one"
+            )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"speculative.prompt-lookup-min ({self.prompt_lookup_min}) exceeds "
+                f"speculative.prompt-lookup-max ({self.prompt_lookup_max}): set it to "
+                f"{self.prompt_lookup_max} or less"
+            )
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The draft model, if any."""
+        return () if self.model is None else (self.model,)
+
+
 @config(kw_only=True)
 class Sampling:
     """Sampling parameters. Those that are not set come from the model's generation_config.json."""
@@ -180,6 +219,7 @@ class GenerateConfig(Numerics, Sampling):
     """Maximum tokens per forward (vLLM's max_num_batched_tokens)."""
     seed: int = 0
     """Seed of sampling."""
+    speculative: SpeculativeConfig = SpeculativeConfig()
     layout: GenerateLayout = GenerateLayout()
 
     def check_source(self) -> None:
@@ -212,6 +252,7 @@ class ChatConfig(Numerics, Sampling):
     """Text that ends a completion and is not part of it."""
     seed: int = 0
     """Seed of sampling."""
+    speculative: SpeculativeConfig = SpeculativeConfig()
 
 
 @config(kw_only=True)
@@ -268,6 +309,7 @@ class ServeConfig(Numerics):
     """Seconds that a request may take, waiting included; then it ends with an error."""
     grace: NonNegative = 30.0
     """Seconds that open requests have to finish once the server stops."""
+    speculative: SpeculativeConfig = SpeculativeConfig()
     layout: TensorParallelLayout = TensorParallelLayout()
 
     def __post_init__(self):

@@ -11,7 +11,9 @@
     generate(model, [[1, 15043]], max_new_tokens=16) -> [[3186, ...]]       the same, as a function
 
 Every step is one forward (scheduler.py decides of which tokens, model_runner.py computes it), from
-whose logits the next token of each sequence that has been read is sampled (sampler.py). All ranks
+whose logits the next token of each sequence that has been read is sampled (sampler.py). With a
+proposer the next tokens of each sequence are drafted before, and the forward verifies them
+(speculation.py). All ranks
 of tp and pp make the same calls with the same values, sample the same tokens, and so schedule the
 same. Where one rank decides which requests come and go, as a server's does, it informs the others
 between steps (`consensus.run_on_rank_zero`; docs/how-to/generation.md).
@@ -37,6 +39,7 @@ from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.families import special_tokens
 from dolmen.model import build, head
 from dolmen.model.decoder import Decoder
+from dolmen.model.spec import ModelSpec
 from dolmen.optim.optimizer import DTYPES
 from dolmen.parallel import data
 from dolmen.parallel.inference_linear import Weights
@@ -44,7 +47,7 @@ from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import make_schedule
 from dolmen.serving import adapters as multi_lora
 from dolmen.serving.adapters import Adapters, check_name
-from dolmen.serving.config import ChatConfig, GenerateConfig, ServeConfig
+from dolmen.serving.config import ChatConfig, GenerateConfig, ServeConfig, SpeculativeConfig
 from dolmen.serving.kv_cache import CacheUsage
 from dolmen.serving.model_runner import ModelRunner
 from dolmen.serving.request import (
@@ -60,6 +63,13 @@ from dolmen.serving.request import (
 )
 from dolmen.serving.sampler import ForwardOutput, SampledToken, broadcast
 from dolmen.serving.scheduler import Scheduler, SequenceGroup, split_forwards
+from dolmen.serving.speculation import (
+    Acceptance,
+    DraftModel,
+    NgramProposer,
+    Proposer,
+    check_draft,
+)
 
 TOKENS_AT_ONCE = 1 << 12  # tokens of a forward: bounds activations
 AT_ONCE = 256  # sequences of a forward
@@ -117,24 +127,53 @@ def open_engine(
     mesh: Mesh,
     limits: Limits | None = None,
     adapters: Sequence[str] = (),
+    draft: ModelSource | None = None,
 ) -> Iterator["Engine"]:
-    """Load this rank's part of a model and of its LoRA adapters (NAME=FOLDER), with the dtype and
-    weights of the options, and yield an engine over them. Raises ValueError.
+    """Load this rank's part of a model and of its LoRA adapters (NAME=FOLDER), and the `draft`
+    model of --speculative.method draft, with the dtype and weights of the options, and yield an
+    engine over them. Raises ValueError.
     """
-    model = load_placed(
-        source, mesh, DTYPES[config.dtype] if config.dtype else None, config.weights
-    )
+    dtype = DTYPES[config.dtype] if config.dtype else None
+    model = load_placed(source, mesh, dtype, config.weights)
     low_rank = multi_lora.open_adapters(multi_lora.parse_adapters(adapters), source, mesh)
+    limits = limits or Limits()
+    proposer = open_proposer(
+        config.speculative, source.spec, draft, mesh, dtype, config.weights, limits
+    )
     with Engine(
         model,
         stop=stop_tokens(source),
         known=tokenizer.get_vocab().values(),
-        limits=limits or Limits(),
+        limits=limits,
         mesh=mesh,
         weights=config.weights,
         adapters=multi_lora.place_adapters(low_rank, model, mesh),
+        proposer=proposer,
     ) as engine:
         yield engine
+
+
+def open_proposer(
+    config: SpeculativeConfig,
+    target: ModelSpec,
+    draft: ModelSource | None,
+    mesh: Mesh = SINGLE,
+    dtype: torch.dtype | None = None,
+    weights: Weights = "stated",
+    limits: Limits = Limits(),
+) -> Proposer | None:
+    """Return what drafts tokens for a model of spec `target` on `mesh`; None without
+    --speculative.method. The `draft` model of that method is loaded whole on this rank, in `dtype`
+    or that of its config.json. Raises ValueError where it cannot draft for the target.
+    """
+    if config.method is None:
+        return None
+    if config.method == "ngram":
+        return NgramProposer(config)
+    assert draft is not None, "the options name a draft model"
+    check_draft(draft.spec, target)
+    model = load_decoder(draft, replace(SINGLE, device=mesh.device), dtype, weights=weights)
+    return DraftModel(config, model, mesh, weights, limits)
 
 
 def run_whole(
@@ -178,14 +217,16 @@ class Engine:
         mesh: Mesh = SINGLE,
         weights: Weights = "stated",
         adapters: Adapters | None = None,
+        proposer: Proposer | None = None,
     ):
         """Check that the model can generate; nothing is allocated yet.
 
         `stop`: EOS tokens of every sequence. `known`: the tokenizer's ids; no other is sampled.
         `mesh`: that of the model, where it is split over pp. `weights`: int8 quantizes matrices,
         with a scale per row. `adapters`: LoRA adapters that requests may name
-        (`adapters.place_adapters`). Raises ValueError for a bidirectional model, for several stages
-        on a rank, and where int8 is impossible.
+        (`adapters.place_adapters`). `proposer`: drafts tokens (speculative decoding); None: no
+        drafts. Raises ValueError for a bidirectional model, for several stages on a rank, and where
+        int8 is impossible.
         """
         spec = model.spec
         if spec.both_ways:
@@ -214,6 +255,7 @@ class Engine:
         self._scheduler = Scheduler(limits, spec.has_prefix_mask, self._runner.cache.table)
         # vocabularies are often padded (to a multiple of 64 or tp): those rows have no text
         self._never = sorted(set(range(spec.vocab_size)) - set(known)) if known else []
+        self._proposer, self.acceptance = proposer, Acceptance()
         self._numbers, self._within = itertools.count(), ExitStack()
         self._warned, self._by_length = False, spec.by_length
 
@@ -226,6 +268,8 @@ class Engine:
         # a compiled block would be compiled again for every length
         self._within.enter_context(torch.compiler.set_stance("force_eager"))
         self._within.enter_context(_prepack_weights(self.model, self._weights, keep))
+        if self._proposer is not None:
+            self._within.enter_context(self._proposer.inference())
         if self.adapters.names:
             self._within.callback(self.model.set_multi_lora, {})
             self.model.set_multi_lora(self.adapters.weights)
@@ -300,6 +344,8 @@ class Engine:
         sequence waits or runs.
         """
         self._scheduler.admit()
+        if self._proposer is not None:
+            self._propose(self._proposer)
         new = self._scheduler.schedule()
         if not new:
             return StepOutput()
@@ -322,8 +368,52 @@ class Engine:
             for key, logprobs in prompt_logprobs.items():
                 running[key].prompt_logprobs += logprobs
             for key, tokens in sampled.items():
-                self._append_samples(key, tokens, step)
+                drafts = running[key].drafted[: new[key] - 1]
+                if drafts:
+                    self._append_verified(key, tokens, drafts, step)
+                else:
+                    self._append_samples(key, tokens, step)
         return step
+
+    def _propose(self, proposer: Proposer) -> None:
+        """Draft tokens for all sequences that decode, so few that the last one may still be
+        sampled after them.
+        """
+        running = self._scheduler.running
+        groups = {k: g for k, g in running.items() if g.num_uncomputed == 1 and g.new_tokens}
+        most = proposer.num_speculative_tokens
+        counts = {
+            key: min(most, group.request.params.max_new_tokens - len(group.new_tokens) - 1)
+            for key, group in groups.items()
+        }
+        drafts = proposer.propose(groups, counts)
+        for key, group in groups.items():
+            group.draft = drafts.get(key)
+
+    def _append_verified(
+        self, key: int, tokens: list[SampledToken], drafts: list[int], step: StepOutput
+    ) -> None:
+        """Append the sampled tokens of sequence `key` up to the first that is not the draft in its
+        place (the last has none), and forget what the cache has of later drafts. Results go to
+        `step`.
+        """
+        scheduler, group = self._scheduler, self._scheduler.running[key]
+        self.acceptance.drafted += len(drafts)
+        group.num_draft_tokens += len(drafts)
+        for token, draft in zip(tokens, [*drafts, None], strict=True):
+            accepted = token.finite and token.token == draft
+            self.acceptance.accepted += accepted
+            # before the token is appended, as it may finish the sequence
+            group.num_accepted_tokens += accepted
+            self._append_token(key, group, token, step)
+            if not accepted:
+                break
+            # finished, or the cache is to be computed again: what follows is of no use
+            if key not in scheduler.running or not group.num_computed:
+                break
+        if key in scheduler.running and group.num_computed:
+            group.num_computed = len(group.tokens) - 1
+            self._runner.cache.truncate(key, group.num_computed)
 
     def _append_samples(self, key: int, tokens: list[SampledToken], step: StepOutput) -> None:
         """Append one sampled token to each sample of group `key`, which forks (cache pages too) if

@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from dolmen.conversion.source import ModelSource
+from dolmen.conversion.source import ModelSource, open_source
 from dolmen.core.messages import brief
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.families import Model, special_tokens
@@ -305,8 +305,19 @@ def generate_samples(
     stop = engine.stop_tokens(source) | {*ends}
     # all requests are queued at once: the engine admits `batch` of them
     limits = Limits(rows=batch, tokens=config.max_batch_tokens)
+    names = config.speculative.models
+    draft = open_source(names[0]) if names else None
+    proposer = engine.open_proposer(
+        config.speculative, model.spec, draft, weights=config.weights, limits=limits
+    )
     with Engine(
-        model, stop=stop, known=known, limits=limits, weights=config.weights, adapters=adapters
+        model,
+        stop=stop,
+        known=known,
+        limits=limits,
+        weights=config.weights,
+        adapters=adapters,
+        proposer=proposer,
     ) as running:
         for i, prompt in enumerate(prompts):  # request i has number i
             running.add(

@@ -15,9 +15,11 @@ Idea: the tokens of a forward are one flat row, and only attention distinguishes
 keeps one pool of pages (block_table.py), writes the new keys and values to their pages, and attends
 in two ways:
 
-    tokens    | a | b | c |  d d d d   e e e e  |  f f f f f f  | 0 0 |
-              '- decode --'------ group --------'---- group ----'- padding to a multiple of tp
-    decode    one query per sequence, over all pages of the pool at once (ops/attention/decode.py)
+    tokens    | a | b b | c |  d d d d   e e e e  |  f f f f f f  | 0 0 |
+              '-- decode ---'------ group --------'---- group ----'- padding to a multiple of tp
+    decode    the last token of each sequence, and drafts behind it (speculative decoding), over all
+              pages of the pool at once (ops/attention/decode.py); as many queries for each sequence
+              as the most drafts need, of which those of shorter ones are repeated and dropped
     group     sequences with as many past and as many new tokens, as a batch without a cache: their
               pages are gathered to a rectangle [sequences, past + new]
 
@@ -167,8 +169,6 @@ class CacheBatch:
 
     sequences: list[int]
     """Sequences in the order of the forward's tokens."""
-    last: Int64[Tensor, " sequences"]
-    """Index of each sequence's last token among those of the forward."""
     positions: Int64[Tensor, "streams 1 tokens"]
     """Position of each token, per position stream; 0 for padding."""
     lengths: Int64[Tensor, "1 tokens"] | None
@@ -182,7 +182,11 @@ class CacheBatch:
     slots: tuple[Tensor, Tensor]
     """Page of each token, and its place in the page."""
     decodes: int
-    """Number of sequences with one new token; they come first."""
+    """Tokens of the decode sequences; they come first."""
+    spread: tuple[Tensor, Tensor] | None
+    """Index of the token of each query, as many for every decode sequence; and index of the query
+    of each token. None: all of them have as many tokens.
+    """
     pages: Pages | Alone | None
     """Pages that the decode sequences attend to; None without such sequences."""
     groups: list[PrefillGroup]
@@ -221,8 +225,14 @@ class LayerBatch:
         self.pool.write(new_tokens, batch.slots, batch.page_size, batch.total)
         out = []
         if batch.pages is not None:
-            # decode: one query each against all pages of the pool, others masked
-            out.append(of_pages(queries[: batch.decodes], *self.pool.kept, batch.pages))
+            # decode: as many queries each against all pages of the pool, others masked
+            decodes = queries[: batch.decodes]
+            if batch.spread is None:
+                out.append(of_pages(decodes, *self.pool.kept, batch.pages))
+            else:
+                rows = decodes.index_select(0, batch.spread[0])
+                y = of_pages(rows, *self.pool.kept, batch.pages)
+                out.append(y.index_select(0, batch.spread[1]))
         for group in batch.groups:
             rows = queries[group.tokens].unflatten(0, (-1, group.new))
             if group.past:
@@ -256,14 +266,16 @@ class KVCache:
         multiple: int = 1,
         spans: Mapping[int, PositionSpan] | None = None,
         lengths: Mapping[int, int] | None = None,
+        width: int = 1,
     ) -> CacheBatch:
         """Reserve pages for new tokens (sequence -> their number, at least 1), and return the batch
         that describes their forward.
 
         Tokens are padded to a `multiple`. `spans`: sequences with a bidirectional prefix or
         positions of their own. `lengths`: the length that rope scaling takes a sequence to have;
-        unset: its tokens so far, these included. Raises ValueError where a bidirectional prefix
-        would be split over several forwards.
+        unset: its tokens so far, these included. `width`: sequences with at most so many new tokens
+        behind others are decode sequences. Raises ValueError where a bidirectional prefix would be
+        split over several forwards.
         """
         table = self.table
         past = {sequence: table.lengths.get(sequence, 0) for sequence in new}
@@ -273,9 +285,10 @@ class KVCache:
             _check_prefix(sequence, past[sequence], count, span[sequence].prefix)
         self._reserve(new, device)
 
-        decodes = [sequence for sequence, count in new.items() if count == 1]
-        groups = self._prefill_groups(new, past, span, device)
-        order = decodes + [sequence for group in groups for sequence in group.sequences]
+        decodes = {s: n for s, n in new.items() if n == 1 or n <= width and past[s]}
+        prompts = {s: n for s, n in new.items() if s not in decodes}
+        groups = self._prefill_groups(prompts, past, span, sum(decodes.values()), device)
+        order = [*decodes] + [sequence for group in groups for sequence in group.sequences]
         # one entry per token of the forward: its sequence, and its index in that
         owner = [sequence for sequence in order for _ in range(new[sequence])]
         index = [past[sequence] + i for sequence in order for i in range(new[sequence])]
@@ -284,7 +297,6 @@ class KVCache:
 
         # built on the host and copied once: cheaper than many small operations on a GPU
         places = torch.tensor(index) % table.page_size
-        last = torch.tensor([new[sequence] for sequence in order]).cumsum(0) - 1
         positions = torch.tensor(index + [0] * padding)[None]
         if spans or self.streams > 1:
             token_spans = [span[sequence] for sequence in owner] + [PositionSpan()] * padding
@@ -296,13 +308,13 @@ class KVCache:
             token_lengths = torch.tensor([[known[s] for s in owner] + [1] * padding])
         return CacheBatch(
             sequences=order,
-            last=to_device(last, device),
             positions=to_device(positions, device)[:, None],
             lengths=None if token_lengths is None else to_device(token_lengths, device),
             longest=max(table.lengths[sequence] for sequence in order),
             num_tokens=len(index),
             slots=(to_device(torch.tensor(pages), device), to_device(places, device)),
-            decodes=len(decodes),
+            decodes=sum(decodes.values()),
+            spread=_spread(list(decodes.values()), device),
             pages=self._decode_pages(decodes, device) if decodes else None,
             groups=groups,
             pools=self.pools,
@@ -319,6 +331,12 @@ class KVCache:
             for pool in self.pools:
                 pool.copy(*copied, self.table.total)
         self._record_usage()
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget the tokens of a sequence behind its first `length`, and free their pages. What was
+        written there stays until it is overwritten, and is masked.
+        """
+        self.table.truncate(sequence, length)
 
     def remove(self, sequence: int) -> None:
         """Forget a sequence and free its pages, except those that other sequences share."""
@@ -350,16 +368,16 @@ class KVCache:
         new: Mapping[int, int],
         past: Mapping[int, int],
         span: Mapping[int, PositionSpan],
+        first: int,
         device: torch.device,
     ) -> list[PrefillGroup]:
-        """Batch sequences with the same past and the same number (over 1) of new tokens into
-        groups, whose tokens lie behind those of the decode sequences.
+        """Batch sequences with the same past and the same number of new tokens into groups, whose
+        tokens lie behind the `first` ones of the forward, those of the decode sequences.
         """
         by_length: dict[tuple[int, int], list[int]] = {}
         for sequence, count in new.items():
-            if count > 1:
-                by_length.setdefault((past[sequence], count), []).append(sequence)
-        groups, first = [], sum(count == 1 for count in new.values())
+            by_length.setdefault((past[sequence], count), []).append(sequence)
+        groups = []
         for (start, count), sequences in by_length.items():
             pages = torch.tensor([self.table.pages[sequence] for sequence in sequences])
             tokens = slice(first, first + count * len(sequences))
@@ -371,21 +389,23 @@ class KVCache:
             first = tokens.stop
         return groups
 
-    def _decode_pages(self, sequences: list[int], device: torch.device) -> Pages | Alone:
-        """Return the pages that the query of each decode sequence, its last token, attends to.
+    def _decode_pages(self, new: Mapping[int, int], device: torch.device) -> Pages | Alone:
+        """Return the pages that the queries of each decode sequence, its last tokens (`new`:
+        sequence -> their number), attend to.
 
-        One entry per page of the pool: which query owns it, and how many tokens back from that
-        query the page begins (-1: nobody sees it). A shared page has one more entry per owner.
+        One entry per page of the pool: which sequence owns it, and how many tokens back from its
+        last token the page begins (-1: nobody sees it). A shared page has one more entry per owner.
         """
+        sequences, width = list(new), max(new.values())
         if len(sequences) == 1:
-            return self._single_decode(sequences[0], device)
+            return self._single_decode(sequences[0], width, device)
         table, page_list, owner, back = self.table, [], [], []
         shared = table.shared_pages(sequences)
         for i, sequence in enumerate(sequences):
             pages, end = table.pages[sequence], table.lengths[sequence] - 1
             page_list += pages
             owner += [i] * len(pages)
-            # distance from the query to the first token of page j: end - j * page_size
+            # distance from the last token to the first token of page j: end - j * page_size
             back += range(end, end - len(pages) * table.page_size, -table.page_size)
         most = max(map(len, shared.values()), default=0)
         entries = torch.zeros((2, table.total + most * len(shared)), dtype=torch.int64)
@@ -399,17 +419,17 @@ class KVCache:
         index = to_device(torch.tensor(list(shared)), device) if shared else None
         places = torch.arange(table.page_size, device=device)
         # token p of a page lies p fewer tokens back; negative: behind the query, masked
-        return Pages(owners, starts[:, None] - places, index)
+        return Pages(owners, starts[:, None] - places, index, width)
 
-    def _single_decode(self, sequence: int, device: torch.device) -> Alone:
+    def _single_decode(self, sequence: int, width: int, device: torch.device) -> Alone:
         """Return the pages of the only sequence that decodes, as a slice if they are consecutive
         (no copy), else as indices.
         """
         pages, length = self.table.pages[sequence], self.table.lengths[sequence]
         first, end = pages[0], pages[0] + len(pages)
         if pages == list(range(first, end)):
-            return Alone(slice(first, end), length)
-        return Alone(to_device(torch.tensor(pages), device), length)
+            return Alone(slice(first, end), length, width)
+        return Alone(to_device(torch.tensor(pages), device), length, width)
 
     def _fill_shared(
         self,
@@ -438,6 +458,20 @@ class KVCache:
         # what a cache without pages would have held
         rectangle = len(table.lengths) * max(table.lengths.values())
         self._rectangle = max(self._rectangle, rectangle)
+
+
+def _spread(counts: list[int], device: torch.device) -> tuple[Tensor, Tensor] | None:
+    """Return `CacheBatch.spread` of decode sequences with these numbers of tokens: the queries of
+    one with fewer tokens than the most are its first token, repeated, and then all of them.
+    """
+    if not counts or min(counts) == max(counts):
+        return None
+    width, tokens, queries, first = max(counts), [], [], 0
+    for i, count in enumerate(counts):
+        tokens += [first] * (width - count) + list(range(first, first + count))
+        queries += range((i + 1) * width - count, (i + 1) * width)
+        first += count
+    return to_device(torch.tensor(tokens), device), to_device(torch.tensor(queries), device)
 
 
 def _check_prefix(sequence: int, past: int, new: int, prefix: int) -> None:

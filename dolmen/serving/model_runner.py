@@ -38,6 +38,8 @@ class SequenceChunk:
     """At least one."""
     last: bool
     """True if these are the last tokens of the sequence, so that the next one is sampled."""
+    drafts: int = 0
+    """Tokens at the end that are drafts: what follows each of them is sampled too."""
     labels: Sequence[int] = ()
     """Prompt tokens whose log-probabilities are wanted."""
     first: int = 0
@@ -59,7 +61,9 @@ class RunnerOutput:
     """
 
     following: Float[Tensor, "sequences vocabulary"]
-    """Logits of the next token of each sequence whose chunk is its last."""
+    """Logits of the next token of each sequence whose chunk is its last, and behind these those of
+    the tokens that follow its drafts.
+    """
     labelled: dict[int, Float[Tensor, "labels numbers"]]
     """For each sequence with labels the rows of `sampling.log_probabilities`."""
 
@@ -83,6 +87,7 @@ class ModelRunner:
         None.
         """
         tp, device = self.model.tp, self.model.device
+        width = 1 + max(chunk.drafts for chunk in chunks.values())
         # sequence parallelism splits tokens evenly, so they are padded
         multiple = tp.axis.size if tp.sequence else 1
         batch = self.cache.append(
@@ -91,6 +96,7 @@ class ModelRunner:
             multiple,
             {sequence: c.span for sequence, c in chunks.items() if c.span is not None},
             {sequence: chunk.length for sequence, chunk in chunks.items()},
+            width,
         )
         ordered = [chunks[sequence] for sequence in batch.sequences]
         tokens = [token for chunk in ordered for token in chunk.tokens]
@@ -131,13 +137,14 @@ def _make_head_function(
     model: Decoder, batch: CacheBatch, chunks: Mapping[int, SequenceChunk]
 ) -> HeadFunction:
     """Return the head function of the last stage, which computes the fields of `RunnerOutput`."""
-    device, begin, first = batch.last.device, {}, 0
+    device, begin, first, wanted = batch.positions.device, {}, 0, []
     for sequence in batch.sequences:
-        begin[sequence] = first
-        first += len(chunks[sequence].tokens)
-    wanted = [k for k, sequence in enumerate(batch.sequences) if chunks[sequence].last]
+        begin[sequence], chunk = first, chunks[sequence]
+        first += len(chunk.tokens)
+        if chunk.last:
+            wanted += range(first - 1 - chunk.drafts, first)
     # only these rows are multiplied by the head: a prompt of 4,096 tokens needs one row of logits
-    rows = batch.last[to_device(torch.tensor(wanted, dtype=torch.int64), device)]
+    rows = to_device(torch.tensor(wanted, dtype=torch.int64), device)
 
     def head_function(hidden: Tensor, head: LMHead) -> tuple[Tensor, dict[int, Tensor]]:
         """Return the logits of the next tokens, and the log-probabilities of labels by sequence."""

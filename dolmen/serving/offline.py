@@ -295,10 +295,17 @@ def _deciding_options(config: GenerateConfig, source: ModelSource) -> dict[str, 
     plain values: they must be equal on --resume.
     """
     values = to_dict(config)
-    model = {"model": str(Path(source.where).resolve()), "iteration": source.iteration}
+    model: dict[str, Any] = {
+        "model": str(Path(source.where).resolve()),
+        "iteration": source.iteration,
+    }
     lora = {"adapters": list(config.adapters), "adapter": config.adapter}
     # without adapters neither is in the journal
-    return {name: values[name] for name in DECIDING} | model | (lora if config.adapters else {})
+    model |= lora if config.adapters else {}
+    # n-gram drafts change no token
+    if config.speculative.method == "draft":
+        model["speculative"] = values["speculative"]
+    return {name: values[name] for name in DECIDING} | model
 
 
 def _print_summary(read: FileSummary, config: GenerateConfig, verbose: bool) -> None:
@@ -319,9 +326,10 @@ def _print_summary(read: FileSummary, config: GenerateConfig, verbose: bool) -> 
         )
 
 
-def generate(job: Job, source: ModelSource, mesh: Mesh) -> None:
+def generate(job: Job, source: ModelSource, mesh: Mesh, draft: ModelSource | None = None) -> None:
     """Generate the unfinished rows of `job` with the model of `source` on all ranks of `mesh`, and
-    write them to the output; the first rank shows the progress and prints a summary.
+    write them to the output; the first rank shows the progress and prints a summary. `draft`: draft
+    model of speculative decoding.
 
     Raises ValueError, also for logits that are not finite, and OSError where the output cannot be
     written.
@@ -335,7 +343,7 @@ def generate(job: Job, source: ModelSource, mesh: Mesh) -> None:
     with (
         progress_display(meter, mesh.first) as screen,
         open_engine(
-            config, source, job.prompts.tokenizer, mesh, limits, config.adapters
+            config, source, job.prompts.tokenizer, mesh, limits, config.adapters, draft
         ) as running,
     ):
         try:
@@ -354,6 +362,8 @@ def generate(job: Job, source: ModelSource, mesh: Mesh) -> None:
         output.finish()
         say(_summary(job, meter, runner.close))
         say(str(running.usage))
+        if config.speculative.method is not None:
+            say(f"speculative decoding: {running.acceptance}")
 
 
 def _list_unfinished_rows(job: Job, output: OutputFile | None, mesh: Mesh) -> list[int]:

@@ -172,6 +172,10 @@ class FinishedSequence:
     """Number of tokens beside which another one lay within `sampling.CLOSE`: in another batch or
     layout it may have been sampled instead.
     """
+    num_draft_tokens: int = 0
+    """Drafts of it that were verified (speculative decoding)."""
+    num_accepted_tokens: int = 0
+    """Drafts that are among its tokens."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,7 @@ class StepOutput:
     new_tokens: list[NewToken] = field(default_factory=list)
     finished: list[FinishedSequence] = field(default_factory=list)
     num_tokens: int = 0
-    """Tokens that the model has read."""
+    """Tokens that the model has read, drafts included."""
 
 
 @dataclass(frozen=True)

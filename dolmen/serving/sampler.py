@@ -3,6 +3,8 @@
     logits on the last stage -> penalties, temperature, top-k, top-p of each request -> token
     -> a row of numbers per token (TOKEN, CLOSE, FINITE, log-probabilities) -> every stage
 
+A sequence with drafts has a row of logits for each of them and one more (speculation.py).
+
 Only the last stage has logits. Every rank must take the same token, so the last stage turns what
 it sampled into a few numbers per token, which one all-reduce over pp brings to the others: these
 add zeros. Sequences whose requests have the same sampling options are rows of one call.
@@ -12,9 +14,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from dolmen.core import collectives
@@ -42,6 +45,29 @@ class SampledToken:
     """Its log-probability and those of the most likely tokens; None if not requested."""
 
 
+class Draw(NamedTuple):
+    """A token to be sampled."""
+
+    row: int
+    """Index of its logits."""
+    group: SequenceGroup
+    sample: int
+    """Number of the sample within the request."""
+    drafts: Sequence[int] = ()
+    """Drafts between the group's tokens and this one."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """Tokens before this one: prompt, new tokens and drafts."""
+        return [*self.group.tokens, *self.drafts] if self.drafts else self.group.tokens
+
+    def uniform(self, draft: bool) -> float:
+        """Return the uniform number that selects the token, or (`draft`) its draft."""
+        request = self.group.request
+        step = len(self.group.new_tokens) + len(self.drafts)
+        return sampling.uniform(request.seed, request.id, self.sample, step, draft)
+
+
 @dataclass(frozen=True, eq=False)
 class ForwardOutput:
     """One forward of an engine step, and the tokens to sample from it."""
@@ -54,24 +80,29 @@ class ForwardOutput:
     """Logits, on the last pipeline stage; None on others."""
 
     @cached_property
-    def draws(self) -> list[tuple[int, SequenceGroup, int]]:
-        """One entry per token to be sampled: index of its row of logits, group, and sample number.
-        A group that has not forked yet has one per sample; max_new_tokens 0 has none.
+    def draws(self) -> list[Draw]:
+        """One entry per token to be sampled. A group that has not forked yet has one per sample,
+        one with drafts one for each of them and one more; max_new_tokens 0 has none.
         """
-        return [
-            (i, group, number)
-            # the samples of a prompt that has just been read share one row of logits
-            for i, (_, group) in enumerate(self.sampled)
-            if group.request.params.max_new_tokens
-            for number in group.samples
-        ]
+        out, row = [], 0
+        for key, group in self.sampled:
+            drafts = group.drafted[: self.chunks[key].drafts]
+            if group.request.params.max_new_tokens:
+                out += [
+                    # the samples of a prompt that has just been read share one row of logits
+                    Draw(row + i, group, number, drafts[:i])
+                    for number in group.samples
+                    for i in range(len(drafts) + 1)
+                ]
+            row += len(drafts) + 1
+        return out
 
     @property
     def top(self) -> int:
         """Number of most likely tokens whose log-probabilities are computed for every row: the most
         that any request needs.
         """
-        return max((group.request.top for _, group, _ in self.draws), default=0)
+        return max((draw.group.request.top for draw in self.draws), default=0)
 
     @property
     def labelled(self) -> dict[int, SequenceChunk]:
@@ -102,12 +133,12 @@ class ForwardOutput:
         """Return the sampled tokens and the prompt log-probabilities, each by sequence key.
 
         Takes from `values` one list of rows for each of `shapes`. A sequence with max_new_tokens 0
-        has no tokens.
+        has no tokens, one with drafts also those that follow them.
         """
-        keys = [key for key, _ in self.sampled]
-        tokens: dict[int, list[SampledToken]] = {key: [] for key in keys}
-        for (i, group, _), numbers in zip(self.draws, next(values), strict=True):
-            tokens[keys[i]].append(_parse_token(numbers, group))
+        keys = {id(group): key for key, group in self.sampled}
+        tokens: dict[int, list[SampledToken]] = {key: [] for key in keys.values()}
+        for draw, numbers in zip(self.draws, next(values), strict=True):
+            tokens[keys[id(draw.group)]].append(_parse_token(numbers, draw.group))
         labelled = {
             key: [_parse_logprob(numbers, part.top) for numbers in next(values)]
             for key, part in self.labelled.items()
@@ -155,33 +186,59 @@ def broadcast(
 
 
 def sample_tokens(
-    draws: Sequence[tuple[int, SequenceGroup, int]],
+    draws: Sequence[Draw],
     logits: Float[Tensor, "sequences vocabulary"],
     never: list[int],
     tp: Axis,
     top: int,
 ) -> Float[Tensor, "draws numbers"]:
-    """Sample a token for each of `draws` (index of the logits, group, sample number).
+    """Sample a token for each of `draws`.
 
     Returns the columns TOKEN, CLOSE, FINITE and log-probabilities of `top` tokens. Draws with equal
     sampling options are sampled in one call. `never`: token ids that are not sampled.
     """
-    by_params: dict[tuple[SamplingParams, LogProbabilities | None], list[int]] = {}
-    for i, (_, group, _) in enumerate(draws):
-        by_params.setdefault((group.request.params, group.request.logprobs), []).append(i)
     places, parts = [], []
-    for (params, kind), members in by_params.items():
-        some = [draws[i] for i in members]
-        raw = _rows(logits, [index for index, _, _ in some])
-        rows = [(group, number) for _, group, number in some]
+    for members, some, raw in _by_options(draws, logits):
         places += members
-        parts.append(_sample_group(rows, raw, params, kind, never, tp, top))
+        parts.append(_sample_group(some, raw, never, tp, top))
     if len(parts) == 1:  # a server's requests mostly have the same options
         return parts[0]
     out = logits.new_empty((len(draws), LOGPROBS + 1 + 2 * top), dtype=torch.float64)
     if parts:
         out[to_device(torch.tensor(places), out.device)] = torch.cat(parts)
     return out
+
+
+def sample_drafts(
+    draws: Sequence[Draw], logits: Float[Tensor, "rows vocabulary"]
+) -> tuple[Int64[Tensor, " draws"], list[Float[Tensor, " vocabulary"] | None]]:
+    """Sample a draft for each of `draws`. Returns the tokens, and for each the processed logits
+    that it was sampled from (None: greedy decoding).
+    """
+    tokens = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
+    scores: list[Tensor | None] = [None] * len(draws)
+    for own, some, raw in _by_options(draws, logits):
+        chosen, _, processed, _ = _select(some, raw, [], draft=True)
+        tokens[to_device(torch.tensor(own), logits.device)] = chosen
+        if some[0].group.request.params.temperature:
+            for i, row in zip(own, processed, strict=True):
+                scores[i] = row
+    return tokens, scores
+
+
+def _by_options(
+    draws: Sequence[Draw], logits: Float[Tensor, "rows vocabulary"]
+) -> Iterator[tuple[list[int], list[Draw], Float[Tensor, "draws vocabulary"]]]:
+    """Yield the draws whose requests have the same sampling options and kind of log-probabilities:
+    their indices, themselves, and their rows of `logits`.
+    """
+    by_params: dict[tuple[SamplingParams, LogProbabilities | None], list[int]] = {}
+    for i, draw in enumerate(draws):
+        request = draw.group.request
+        by_params.setdefault((request.params, request.logprobs), []).append(i)
+    for own in by_params.values():
+        some = [draws[i] for i in own]
+        yield own, some, _rows(logits, [draw.row for draw in some])
 
 
 def _rows(logits: Tensor, indices: list[int]) -> Tensor:
@@ -194,42 +251,77 @@ def _rows(logits: Tensor, indices: list[int]) -> Tensor:
 
 
 def _sample_group(
-    draws: Sequence[tuple[SequenceGroup, int]],
+    draws: Sequence[Draw],
     raw: Float[Tensor, "draws vocabulary"],
-    params: SamplingParams,
-    kind: LogProbabilities | None,
     never: list[int],
     tp: Axis,
     top: int,
 ) -> Float[Tensor, "draws numbers"]:
-    """Sample a token for each draw, all with the same `params`; see `sample_tokens`. `kind`:
-    log-probabilities of the raw logits, or of those after penalties and warpers; None: columns of
-    0.
+    """Sample a token for each draw, all with the same options; see `sample_tokens`. Without
+    log-probabilities in these, their columns are 0.
     """
-    logits = raw
-    if never:
-        # `raw` stays as it is, for log-probabilities of the model's own distribution
-        logits = raw.clone()
-        logits[:, never] = -math.inf
-    sequences = [group.tokens for group, _ in draws]
-    prompts = [len(group.request.tokens) for group, _ in draws]
-    logits = sampling.apply_penalties(logits, sequences, params, prompts)
-    uniform = None
-    if params.temperature:
-        # a uniform per token that follows from the request alone: preemption and batching change
-        # nothing
-        uniforms = [
-            sampling.uniform(group.request.seed, group.request.id, number, len(group.new_tokens))
-            for group, number in draws
-        ]
-        uniform = to_device(torch.tensor(uniforms, dtype=torch.float64), raw.device)
-    tokens, close, processed = sampling.select_tokens(logits, uniform, params)
+    tokens, close, processed, highest = _select(draws, raw, never)
     # all ranks have the same logits, but sums on a GPU may differ in the last bit from run to run:
     # agree on one token
     tokens = collectives.reduce_scalar(tokens, tp, "max")
-    columns = (tokens, close, logits.amax(-1).isfinite())
+    columns = (tokens, close, highest.isfinite())
     out = torch.stack([column.double() for column in columns], 1)
+    kind = draws[0].group.request.logprobs
     if kind is None:
         return torch.cat((out, out.new_zeros((len(out), 1 + 2 * top))), 1)
     of = raw if kind == "raw" else processed
     return torch.cat((out, sampling.log_probabilities(of, tokens, top)), 1)
+
+
+def _select(
+    draws: Sequence[Draw],
+    raw: Float[Tensor, "draws vocabulary"],
+    never: list[int],
+    draft: bool = False,
+) -> tuple[
+    Int64[Tensor, " draws"],
+    Bool[Tensor, " draws"],
+    Float[Tensor, "draws vocabulary"],
+    Float[Tensor, " draws"],
+]:
+    """Select a token for each draw, all with the same options. Returns the tokens, the rows that
+    are near ties, the logits with penalties and warpers applied, and the highest logit of each row
+    before warpers. `draft`: draft the token, where else a draft of it is verified.
+    """
+    params, logits = draws[0].group.request.params, raw
+    if never:
+        # `raw` stays as it is, for log-probabilities of the model's own distribution
+        logits = raw.clone()
+        logits[:, never] = -math.inf
+    sequences = [draw.tokens for draw in draws]
+    prompts = [len(draw.group.request.tokens) for draw in draws]
+    logits = sampling.apply_penalties(logits, sequences, params, prompts)
+    uniform = proposal = None
+    if params.temperature:
+        # a uniform per token that follows from the request alone: preemption and batching change
+        # nothing
+        uniforms = [draw.uniform(draft) for draw in draws]
+        uniform = to_device(torch.tensor(uniforms, dtype=torch.float64), raw.device)
+        proposal = None if draft else _proposal(draws, raw.device)
+    selected = sampling.select_tokens(logits, uniform, params, proposal)
+    return *selected, logits.amax(-1)
+
+
+def _proposal(draws: Sequence[Draw], device: torch.device) -> sampling.Proposal | None:
+    """Return the drafts that were sampled from a distribution, of the draws that verify one; None
+    if there are none.
+    """
+    rows, tokens, scores = [], [], []
+    for i, draw in enumerate(draws):
+        draft, place = draw.group.draft, len(draw.drafts)
+        # behind the last draft nothing is verified
+        if draft is not None and place < len(draft.tokens):
+            own = draft.scores[place]
+            if own is not None:
+                rows.append(i)
+                tokens.append(draft.tokens[place])
+                scores.append(own)
+    if not rows:
+        return None
+    both = to_device(torch.tensor([rows, tokens]), device)
+    return sampling.Proposal(both[0], both[1], torch.stack(scores))

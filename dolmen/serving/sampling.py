@@ -7,6 +7,9 @@ In the order and with the formulas of transformers (`generation/logits_process.p
     -> / temperature -> top-k -> top-p (1904.09751) -> min-p (2407.01082)      `apply_warpers`
     -> softmax -> cumulative probability -> its inverse at the uniform number  `sample_token`
 
+A token that a draft model has sampled is verified by sampling from a mixture instead
+(`condition_on_draft`; speculation.py says why).
+
 At temperature 0 only the first two lines act, and the most likely token is selected. The uniform
 number follows from (seed, id, sample, step) alone: neither batch nor device nor layout changes it.
 """
@@ -33,11 +36,21 @@ NUCLEUS = 1024
 Scores = Float[Tensor, "rows vocabulary"]
 
 
-def uniform(seed: int, id: int | str, sample: int, step: int) -> float:
+class Proposal(NamedTuple):
+    """Drafts that were sampled, of some of the rows of a call."""
+
+    rows: Int64[Tensor, " drafts"]
+    tokens: Int64[Tensor, " drafts"]
+    scores: Float[Tensor, "drafts vocabulary"]
+    """Logits, up to a constant, of the distribution of each draft."""
+
+
+def uniform(seed: int, id: int | str, sample: int, step: int, draft: bool = False) -> float:
     """Return the number in [0, 1) that selects token `step` of sample `sample` of request `id`: 53
-    bits of a hash of the four, so that it depends on nothing else.
+    bits of a hash of the four, so that it depends on nothing else. `draft`: another number, which
+    selects the draft of the token.
     """
-    text = f"{seed}/{id}/{sample}/{step}".encode(errors="surrogatepass")
+    text = f"{seed}/{id}/{sample}/{step}{'/draft' * draft}".encode(errors="surrogatepass")
     # the top 53 bits, as many as a double's mantissa has
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
     return (number >> 11) * 2.0**-53
@@ -239,9 +252,11 @@ def select_tokens(
     scores: Float[Tensor, "rows vocabulary"],
     uniforms: Float[Tensor, " rows"] | None,
     params: SamplingParams,
+    proposal: Proposal | None = None,
 ) -> tuple[Int64[Tensor, " rows"], Bool[Tensor, " rows"], Float[Tensor, "rows vocabulary"]]:
     """Select a token per row, from logits with penalties applied: greedy at temperature 0, else
-    sampled with the uniform numbers, which greedy decoding does not need.
+    sampled with the uniform numbers, which greedy decoding does not need. `proposal`: drafts of
+    some rows that were sampled, which are verified.
 
     Returns the tokens, the rows that are near ties (logits that differ by CLOSE may give another
     token), and the logits with warpers applied, up to a constant per row.
@@ -257,8 +272,42 @@ def select_tokens(
         before, final = final, filter_.keep(final)
         uncertain += _uncertainty(before, final, filter_)
     assert uniforms is not None, "tokens are sampled with uniform numbers"
-    tokens, margin = sample_token(final, uniforms)
+    sampled_from = final if proposal is None else _verify_drafts(final, proposal)
+    tokens, margin = sample_token(sampled_from, uniforms)
     return tokens, margin < CLOSE + uncertain, final
+
+
+def _verify_drafts(scores: Scores, proposal: Proposal) -> Scores:
+    """Return a copy of the processed logits in which the rows of `proposal` are conditioned on
+    their drafts.
+    """
+    out, rows = scores.clone(), proposal.rows
+    out[rows] = condition_on_draft(scores[rows], proposal.tokens, proposal.scores)
+    return out
+
+
+def condition_on_draft(
+    target: Float[Tensor, "rows vocabulary"],
+    drafts: Int64[Tensor, " rows"],
+    proposal: Float[Tensor, "rows vocabulary"],
+) -> Float[Tensor, "rows vocabulary"]:
+    """Return the logits, in fp64, of the token that rejection sampling gives where a draft d was
+    sampled from q (2211.17192, algorithm 1; 2302.01318, algorithm 2): with p of `target` and q of
+    `proposal`, both up to a constant per row,
+
+        P(x) = a [x = d] + (1 - a) max(p(x) - q(x), 0) / Z      a = min(1, p(d) / q(d))
+
+    and Z the sum of the maxima. Its mean over d is p, and x = d exactly if d is accepted, as a < 1
+    means that p(d) < q(d).
+    """
+    p, q = target.double().softmax(-1), proposal.double().softmax(-1)
+    at = drafts[:, None]
+    accept = (p.gather(-1, at) / q.gather(-1, at)).clamp(max=1)
+    rest = (p - q).clamp(min=0)
+    # 0 only if p = q, where all drafts are accepted
+    total = rest.sum(-1, keepdim=True)
+    mixture = (1 - accept) * rest / total.clamp(min=torch.finfo(torch.float64).tiny)
+    return mixture.scatter_add(-1, at, accept).log()
 
 
 def greedy(

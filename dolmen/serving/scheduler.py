@@ -12,26 +12,42 @@ Idea: continuous batching with chunked prefill, as in vLLM.
     tokens of a forward (max_batch_tokens)
     | d d d d d d |  p p p p p p p p p p p p  | q q q q q q |
       decodes, one   chunk that ends prompt p   first chunk of prompt q; the rest in later steps
-      token each
+      token each, and their drafts
 
 Invariants:
-- decode sequences are scheduled first; the remaining token budget goes to chunked prefill;
+- decode sequences are scheduled first, then their drafts (speculation.py); the remaining token
+  budget goes to chunked prefill;
+- where pages are lacking, drafts are dropped before a sequence is preempted;
 - sequences are admitted in the order in which they came, preempted ones before all others;
 - where pages are lacking, the youngest running sequence is preempted; one always runs, so that the
   engine makes progress (`request.check` has refused what alone does not fit);
 - a prompt with several samples is read once as one group, and forks when it has been read;
-- there are only numbers here and no tensors, so ranks that are given the same requests decide the
-  same.
+- what is decided here depends on numbers alone and on no tensor, so ranks that are given the same
+  requests decide the same.
 """
 
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from jaxtyping import Float
+from torch import Tensor
+
 from dolmen.model.spec import PositionSpan
 from dolmen.serving.block_table import BlockTable
 from dolmen.serving.model_runner import SequenceChunk
 from dolmen.serving.request import FinishedSequence, FinishReason, Limits, LogProb, Request
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """Tokens that may follow those of a sequence, to be verified (speculation.py)."""
+
+    tokens: list[int]
+    scores: list[Float[Tensor, " vocabulary"] | None]
+    """Logits, up to a constant, of the distribution that each token was sampled from; None: it is
+    the only token that could be drafted.
+    """
 
 
 @dataclass(eq=False)
@@ -59,6 +75,12 @@ class SequenceGroup:
     """Log-probabilities of the prompt's tokens after the first, if requested."""
     close: int = 0
     """Number of new tokens that were near ties (`sampling.CLOSE`)."""
+    draft: Draft | None = None
+    """Tokens that the next forward verifies."""
+    num_draft_tokens: int = 0
+    """Drafts that were verified."""
+    num_accepted_tokens: int = 0
+    """Drafts that were appended."""
 
     @property
     def new_tokens(self) -> list[int]:
@@ -70,14 +92,22 @@ class SequenceGroup:
         """Tokens that are not in the KV cache yet; 1 for a sequence that decodes."""
         return len(self.tokens) - self.num_computed
 
+    @property
+    def drafted(self) -> list[int]:
+        """Tokens of the draft; an empty list without one."""
+        return [] if self.draft is None else self.draft.tokens
+
     def next_chunk(self, count: int) -> SequenceChunk:
-        """Return the next `count` uncomputed tokens as a chunk for the model runner, with the
-        prompt tokens whose log-probabilities are wanted.
+        """Return the next `count` uncomputed tokens, and behind the last of them drafts, as a chunk
+        for the model runner, with the prompt tokens whose log-probabilities are wanted.
         """
         labels, first = self._labels(count)
+        drafts = max(count - self.num_uncomputed, 0)
+        tokens = self.tokens[self.num_computed : self.num_computed + count]
         return SequenceChunk(
-            self.tokens[self.num_computed : self.num_computed + count],
-            last=count == self.num_uncomputed,
+            tokens + self.drafted[:drafts],
+            last=count >= self.num_uncomputed,
+            drafts=drafts,
             labels=labels,
             first=first - self.num_computed,
             top=self.request.top,
@@ -136,6 +166,8 @@ class SequenceGroup:
             logprobs=self.logprobs,
             prompt_logprobs=self.prompt_logprobs,
             close=self.close,
+            num_draft_tokens=self.num_draft_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
         )
 
 
@@ -195,10 +227,15 @@ class Scheduler:
         return self.table.in_use + self.table.growth(pending) + needed <= self.limits.pages
 
     def schedule(self) -> dict[int, int]:
-        """Return for each sequence key how many tokens the next forward reads. Preempts the
-        youngest running sequence, repeatedly, while pages are lacking for these.
+        """Return for each sequence key how many tokens the next forward reads. While pages are
+        lacking for these, drops all drafts, then preempts the youngest running sequence,
+        repeatedly.
         """
         new = self._budget()
+        if self._lacks_pages(new):
+            for group in self.running.values():
+                group.draft = None
+            new = self._budget()
         while self._lacks_pages(new):
             # dicts keep the order of insertion, so the last key is the youngest sequence
             self.preempt(next(reversed(self.running)))
@@ -206,13 +243,17 @@ class Scheduler:
         return new
 
     def _budget(self) -> dict[int, int]:
-        """Return sequence key -> tokens to read: 1 for each decode, and the rest of the token limit
-        to prompts in order of admission, the last of them cut to a chunk. At least one token is
-        read; `whole_prompts` may exceed the limit.
+        """Return sequence key -> tokens to read: 1 for each decode, then their drafts, and the rest
+        of the token limit to prompts in order of admission, the last of them cut to a chunk. At
+        least one token is read; `whole_prompts` may exceed the limit.
         """
         new = {key: 1 for key, group in self.running.items() if group.num_uncomputed == 1}
         # at least one token is read, or the engine would make no progress
         left = max(self.limits.tokens - len(new), 0 if new else 1)
+        for key in new:
+            drafts = min(len(self.running[key].drafted), left)
+            new[key] += drafts
+            left -= drafts
         for key, group in self.running.items():
             if group.num_uncomputed > 1 and left > 0:
                 chunk = min(group.num_uncomputed, left)
@@ -243,7 +284,7 @@ class Scheduler:
         """Free the pages of a sequence, if it has any; all its tokens have to be read again."""
         if key in self.table.lengths:
             self.table.remove(key)
-        group.num_computed = 0
+        group.num_computed, group.draft = 0, None
 
     def remove(self, key: int) -> SequenceGroup:
         """Remove a running sequence, free its pages, and return it."""

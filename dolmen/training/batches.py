@@ -30,7 +30,7 @@ from dolmen.rl.rewards import (
     parse_rewards,
 )
 from dolmen.rl.rollout import delete_rollouts
-from dolmen.serving.engine import stop_tokens
+from dolmen.serving.engine import open_proposer, stop_tokens
 from dolmen.training import reference
 from dolmen.training.config import RunConfig
 from dolmen.training.resolve import ResolvedRun
@@ -106,7 +106,11 @@ def rollout_batches(
         open_environment(run, loader, mesh) as turns,
         _ending(),
     ):
-        models = RolloutModels(state.model, generator, reference_model)
+        proposer = open_proposer(
+            *(run.rollout.speculative, run.spec, resolved.draft, generator.mesh),
+            DTYPES[run.train.dtype],
+        )
+        models = RolloutModels(state.model, generator, reference_model, proposer)
         setup = RolloutSetup(
             mesh,
             state.schedule,

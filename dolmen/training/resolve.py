@@ -51,6 +51,8 @@ class ResolvedRun:
     """The model of --objective.reference."""
     rewards: Mapping[str, ModelSource] = field(default_factory=dict)
     """The reward models, by the name that --reward has."""
+    draft: ModelSource | None = None
+    """The draft model of --rollout.speculative."""
     init_is_gone: bool = False
     """The initial model was deleted, and the newest checkpoint of this run is read in its place."""
 
@@ -117,7 +119,9 @@ def resolve(
     # weights come from the checkpoint on resume; an initial model only has to say what the model is
     init, critic = or_checkpoint(config.init), or_checkpoint(config.critic.init)
     rewards: dict[str, ModelSource] = {}
+    draft = None
     if config.objective.uses_rollouts:
+        draft = config.rollout.speculative.model
         names = [name for _, name in parse_rewards(config.reward) if is_reward_model(name)]
         rewards = {name: open_model(name) for name in names}
     stored = open_model(init) if init is not None and (reads_init or rewards) else None
@@ -132,6 +136,7 @@ def resolve(
         open_model(critic) if critic is not None and ppo else stored,
         None if reference is None else open_model(reference),
         rewards,
+        None if draft is None else open_model(draft),
         init != config.init,
     )
     return fill_in(resolved) if reads_init else resolved

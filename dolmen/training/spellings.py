@@ -221,6 +221,8 @@ def suggestion(name: str, known: Collection[str]) -> str:
         return how if "train.steps" in known else ""
     ours = [option for option in known if option.rpartition(".")[2] == last]
     ours = [option for option in ours if not option.startswith(CRITIC)] or ours
+    # --model elsewhere is the model itself
+    ours = [option for option in ours if not option.endswith("speculative.model")]
     equal = EQUAL.get(name) or EQUAL.get(last) or ()
     theirs = [option for option in equal if option.split()[0] in known]
     if options := ours or theirs[:1]:

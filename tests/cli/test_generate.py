@@ -88,6 +88,21 @@ def test_rows_come_out_in_order_with_what_they_carry(material, tmp_path):
     assert [row["text"] for row in plain] == [found[0]["text"], found[1]["text"]]
 
 
+def test_drafts_change_no_row(material, tmp_path):
+    """Prompt lookup, and the model itself as its draft model; what was accepted is printed."""
+    rows = written(tmp_path / "in.jsonl", *({"prompt": "abc abc " * i} for i in (1, 2, 3)))
+    greedy = ("--max-new-tokens", 8, "--temperature", 0)
+    plain = answers(material.model, rows, tmp_path / "plain", *greedy)
+    for method in (("ngram",), ("draft", "--speculative.model", material.model)):
+        words = ("generate", material.model, "--input", rows, *greedy, "--speculative.method")
+        told = dolmen(*words, *method, "--output", tmp_path / method[0])
+        assert told.code == 0, told.err
+        assert read(tmp_path / method[0]) == plain
+        assert "speculative decoding: accepted " in told.err
+    refused = dolmen("generate", material.model, "--prompt", "a", "--speculative.method", "draft")
+    assert refused.code == 2 and "method draft needs a model" in refused.err
+
+
 def test_draws_follow_from_the_seed_the_id_and_the_sample(material, tmp_path, monkeypatch):
     given = [{"prompt": "abc", "id": i} for i in range(5)]
     rows = written(tmp_path / "in.jsonl", *given)

@@ -153,9 +153,12 @@ AFTER = f"""
     rollout.reward-kl-coef rollout.max-resamples rollout.overlong-buffer
     rollout.overlong-penalty-factor rollout.mask-truncated-completions
     rollout.no-mask-truncated-completions rollout.importance-sampling-cap
-    rollout.max-off-policy-steps rollout.tp rollout.max-num-seqs rollout.offload
+    rollout.max-off-policy-steps rollout.tp rollout.max-num-seqs rollout.weights rollout.offload
     rollout.routing-replay rollout.no-routing-replay rollout.max-turns rollout.timeout-seconds
     rollout.on-failure rollout.log-completions
+    rollout.speculative.method rollout.speculative.num-speculative-tokens
+    rollout.speculative.prompt-lookup-max rollout.speculative.prompt-lookup-min
+    rollout.speculative.model
     ppo.kl-estimator ppo.kl-coef ppo.kl-target ppo.kl-horizon ppo.reward-clip
     ppo.gamma ppo.lam ppo.whiten-advantages ppo.no-whiten-advantages ppo.dual-clip
     ppo.pretraining-coef ppo.pretraining-path
@@ -189,6 +192,10 @@ SAMPLING = (
     "max-new-tokens min-new-tokens temperature top-k top-p min-p repetition-penalty "
     "presence-penalty frequency-penalty logit-bias"
 )
+SPECULATIVE = (
+    "speculative.method speculative.num-speculative-tokens speculative.prompt-lookup-max "
+    "speculative.prompt-lookup-min speculative.model"
+)
 OTHERS = {
     "export": "help to dtype adapters no-adapters critic no-critic",
     "convert": "help to tp pp virtual-stages ep spec dtype vocab-size threads",
@@ -201,13 +208,13 @@ OTHERS = {
     "generate": (
         f"help {SAMPLING} dtype weights device prompt input output adapters adapter stop "
         "num-samples best reward logprobs max-input-tokens max-row-bytes resume no-resume skip-bad "
-        "no-skip-bad max-batch-tokens seed layout.tp layout.pp layout.dp"
+        f"no-skip-bad max-batch-tokens seed {SPECULATIVE} layout.tp layout.pp layout.dp"
     ),
-    "chat": f"help {SAMPLING} dtype weights device system stop seed",
+    "chat": f"help {SAMPLING} dtype weights device system stop seed {SPECULATIVE}",
     "serve": (
         "help dtype weights device host port key key-file name adapters max-length max-rows "
         "max-waiting max-batch-tokens max-cache-tokens max-body-bytes max-connections "
-        "max-head-bytes head-time time-limit grace layout.tp"
+        f"max-head-bytes head-time time-limit grace {SPECULATIVE} layout.tp"
     ),
     "evaluate": (
         "help tasks num-fewshot limit apply-chat-template no-apply-chat-template tasks-path dtype "

@@ -17,12 +17,20 @@ from tiny_models import build, initialize
 from dolmen.conversion import hf_export
 from dolmen.conversion.source import open_source
 from dolmen.core import mesh as meshes
+from dolmen.core.mesh import SINGLE
 from dolmen.families import Model
 from dolmen.model import head
 from dolmen.parallel import data, simulation
 from dolmen.serving import engine
 from dolmen.serving.adapters import place_adapters
-from dolmen.serving.engine import generate, load_decoder, stop_tokens
+from dolmen.serving.config import SpeculativeConfig
+from dolmen.serving.engine import (
+    DraftModel,
+    NgramProposer,
+    generate,
+    load_decoder,
+    stop_tokens,
+)
 from dolmen.serving.request import Limits
 
 NEW = 12
@@ -211,6 +219,9 @@ def test_load_takes_the_dtype_of_the_folder(tmp_path):
     assert stop_tokens(open_source(tmp_path / "model")) == {5}
 
 
+FEW = Limits(rows=7, tokens=9, pages=14, page=4)
+
+
 def texts_of(model) -> dict[str, list[list[int]]]:
     texts = {"greedy": generate(model, PROMPTS, NEW), "warm": generate(model, PROMPTS, NEW, **WARM)}
     everyone = [None, None]
@@ -226,21 +237,27 @@ def is_at_rest(model) -> bool:
     return before == list(map(id, model.parameters()))
 
 
-def asked_of(model, adapted: bool) -> tuple[list, dict]:
-    """Requests, and adapters where they name some."""
-    if not adapted:
-        return scored([*PROMPTS, LONG], samples=2), {}
-    known = lows(model.spec)
-    return mixed(known), dict(adapters=place_adapters(known, model))
+def asked_of(model, kind: str, mesh: meshes.Mesh = SINGLE) -> tuple[list, dict]:
+    """Requests, and adapters where they name some (adapted); or what drafts their tokens."""
+    if kind == "adapted":
+        known = lows(model.spec)
+        return mixed(known), dict(adapters=place_adapters(known, model))
+    requests = scored([*PROMPTS, LONG], samples=2)
+    if kind == "ngram":
+        config = SpeculativeConfig(method="ngram", prompt_lookup_min=1)
+        return requests, dict(proposer=NgramProposer(config))
+    if kind == "drafted":
+        config = SpeculativeConfig(method="draft", model="x", num_speculative_tokens=3)
+        return requests, dict(proposer=DraftModel(config, decoder("grouped"), mesh))
+    return requests, {}
 
 
-def requests_of(model, mesh: meshes.Mesh, adapted: bool = False) -> dict[tuple, tuple]:
+def requests_of(model, mesh: meshes.Mesh, kind: str = "") -> dict[tuple, tuple]:
     """(id, sample) -> new tokens, log-probabilities of prompt and of these, and how many tokens
     were close to another; texts in pages of 4, of which there are too few for all of them.
     """
-    limits = Limits(rows=7, tokens=9, pages=14, page=4)
-    requests, more = asked_of(model, adapted)
-    found = run(model, requests, limits, mesh, **more)
+    requests, more = asked_of(model, kind, mesh)
+    found = run(model, requests, FEW, mesh, **more)
     out = {
         name: (e.tokens, [one.logprob for one in (*e.prompt_logprobs, *e.logprobs)], e.close)
         for name, e in found.items()
@@ -273,10 +290,14 @@ def two_ranks():
         model = build(DECODERS[name], stages, schedule=simulation.make_schedule("1f1b", 2, 2))
         initialize(model, seed=0)
         requests[f"{name} pp"] = requests_of(model, stages)
-        requests[f"{name} pp, adapted"] = requests_of(model, stages, adapted=True)
+        requests[f"{name} pp, adapted"] = requests_of(model, stages, "adapted")
         refused_by_both(model, stages)
+        for kind in ("ngram", "drafted"):
+            requests[f"{name} pp, {kind}"] = requests_of(model, stages, kind)
+            drafted = requests_of(decoder(name, split), split, kind)
+            requests[f"{name} tp, {kind}"] = drafted
         split_alone = decoder(name, split)
-        requests[f"{name} tp, adapted"] = requests_of(split_alone, split, adapted=True)
+        requests[f"{name} tp, adapted"] = requests_of(split_alone, split, "adapted")
     for trained in (
         decoder("grouped", split, sequence_parallel=True),
         decoder("grouped", copied, zero=1),
@@ -318,8 +339,10 @@ def hold_requests(layout: str, got: dict[tuple, tuple]) -> None:
     are 1e-6 off in the mean, 1e-4 x max(1, |log p| / 10) at worst.
     """
     model = decoder(layout.split()[0])
-    requests, more = asked_of(model, "adapted" in layout)
-    alone = run(model, requests, **more)
+    kind = layout.rpartition(", ")[2]
+    requests, more = asked_of(model, kind)
+    # which tokens a draft model's sampled drafts lead to depends on where they begin
+    alone = run(model, requests, FEW if kind == "drafted" else Limits(), **more)
     assert got.keys() == alone.keys()
     off = []
     for name, (new, logprobs, close) in got.items():

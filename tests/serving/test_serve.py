@@ -17,7 +17,8 @@ from served import serving, until
 import dolmen as package
 from dolmen.conversion import peft
 from dolmen.conversion.source import open_source
-from dolmen.serving.engine import Engine
+from dolmen.serving.config import SpeculativeConfig
+from dolmen.serving.engine import Engine, NgramProposer
 from dolmen.serving.request import Request, SamplingParams
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -283,6 +284,16 @@ def test_models_health_and_metrics(service, client):
     assert number("dolmen_requests_total", status="400") == bad + 1
     assert number("dolmen_request_seconds_count") >= done + 1
     assert number("dolmen_cache_pages") == number("dolmen_completions_running") == 0
+    drafts = "dolmen_spec_decode_num_draft_tokens_total"
+    assert number(drafts) == 0
+    config = SpeculativeConfig(method="ngram", prompt_lookup_min=1)
+    service.engine._proposer = NgramProposer(config)
+    try:
+        only = {"model": "model", "logit_bias": {"1": 100}}  # one token, again and again
+        client.completions.create(prompt=[1, 2] * 4, max_tokens=9, **only)
+    finally:
+        service.engine._proposer = None
+    assert 0 < number("dolmen_spec_decode_num_accepted_tokens_total") <= number(drafts)
 
 
 def test_generation_config_says_what_a_request_leaves_open(model, tmp_path, alone):

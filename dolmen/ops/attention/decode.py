@@ -1,4 +1,5 @@
-"""Decode attention: one query per sequence against a paged KV cache.
+"""Decode attention: the last queries of each sequence against a paged KV cache. One query, or with
+speculative decoding as many as there are drafted tokens and one more.
 
     pool [pages, kv_heads, page, size]    a page holds consecutive tokens of one text
 
@@ -27,23 +28,23 @@ class Pages:
     """The owner and positions of each page of the pool, for the sequences being decoded."""
 
     owner: Int64[Tensor, " entries"]
-    """Index of the query whose text it is; of a page that is none of theirs, any. First an entry
+    """Index of the sequence whose text it is; of a page that is none of theirs, any. First an entry
     for each page, then as many for each of those in `shared`.
     """
     back: Int64[Tensor, "entries page"]
-    """Distance from the query's own token back to each of the page's; below 0 where there is no
+    """Distance from the sequence's last token back to each of the page's; below 0 where there is no
     token.
     """
     shared: Int64[Tensor, " shared"] | None = None
     """Pages shared by several sequences (common prefixes)."""
+    width: int = 1
+    """Queries of each sequence: its last tokens, in order."""
     _seen: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def hidden(self, window: int | None) -> Bool[Tensor, "entries 1 1 page"]:
-        """Return the mask of keys that the query does not see, cached per window."""
+    def hidden(self, window: int | None) -> Bool[Tensor, "entries 1 width 1 page"]:
+        """Return the mask of keys that each query does not see, cached per window."""
         if window not in self._seen:
-            out = self.back < 0
-            out = out if window is None else out | (self.back >= window)
-            self._seen[window] = out[:, None, None]
+            self._seen[window] = _hidden(_distances(self.back, self.width), window)
         return self._seen[window]
 
 
@@ -55,6 +56,28 @@ class Alone:
     """Pages of the sequence, in order."""
     length: int
     """Tokens in the sequence."""
+    width: int = 1
+    """Queries: the last tokens of the sequence, in order."""
+
+
+def _distances(
+    back: Int64[Tensor, "*entries keys"], width: int
+) -> Int64[Tensor, "*entries 1 width 1 keys"]:
+    """Return the distance from each of a sequence's last `width` tokens back to the keys, from
+    `back`, that of the last one: the first of them is width - 1 tokens nearer to what lies before.
+    """
+    if width == 1:
+        return back[..., None, None, None, :]
+    ahead = torch.arange(width - 1, -1, -1, device=back.device)
+    return back[..., None, None, None, :] - ahead[:, None, None]
+
+
+def _hidden(distances: Int64[Tensor, "*_ keys"], window: int | None) -> Bool[Tensor, "*_ keys"]:
+    """Return whether a query does not see each key: it lies behind the query, or before the
+    window.
+    """
+    out = distances < 0
+    return out if window is None else out | (distances >= window)
 
 
 def one_query(
@@ -64,61 +87,91 @@ def one_query(
     attend: Attend,
     pages: Pages | Alone,
 ) -> Float[Tensor, "queries heads value_size"]:
-    """Return softmax(scores) v of each query, which is at its sequence's last key: see
-    `spec.AttentionBackend`. `pages`: which sequence owns each page. Documents and dropout have no
-    meaning here. The queries of a key-value head are rows of one product.
+    """Return softmax(scores) v of the queries, `pages.width` of each sequence, which are its last
+    tokens: see `spec.AttentionBackend`. `pages`: which sequence owns each page. Documents and dropout
+    have no meaning here. The queries of a sequence and a key-value head are rows of one product.
     """
-    scale = attend.scale_of(q.shape[2])
+    scale, width = attend.scale_of(q.shape[2]), pages.width
+    rows = _rows_of_heads(q, k.shape[1], width)
     if isinstance(pages, Alone):
-        return _one_sequence(q, k, v, scale, attend, pages)
-    owner, of_heads = pages.owner, (len(q), k.shape[1], -1)
-    # a copy of its query's rows for each page
-    heads = q.view(*of_heads, q.shape[2]).index_select(0, owner)
-    products = _page_products(heads, k.transpose(2, 3), pages)
+        out = _one_sequence(rows, k, v, scale, attend, pages)
+        return _queries_of_rows(out, width).to(q.dtype)
+    owner = pages.owner
+    # a copy of its sequence's rows for each page
+    products = _page_products(rows.index_select(0, owner), k.transpose(2, 3), pages)
     scores = _scores(products, scale, attend, pages)
     highest = scores.amax(-1)
     to_text = owner[:, None, None].expand_as(highest)
-    # softmax over pages: maximum, then sums, each scattered to the page's query
-    maximum = highest.new_full((len(q), *highest.shape[1:]), -torch.inf)
+    # softmax over pages: maximum, then sums, each scattered to the page's sequence
+    maximum = highest.new_full((len(rows), *highest.shape[1:]), -torch.inf)
     maximum.scatter_reduce_(0, to_text, highest, "amax")
     e = scores.sub_(maximum.index_select(0, owner)[..., None]).exp_()
     total = torch.zeros_like(maximum).index_add_(0, owner, e.sum(-1))
     if attend.sinks is not None:  # where it is far above all scores, inf: out is 0
-        total += (attend.sinks.to(total.dtype).view(total.shape[1:]) - maximum).exp()
+        total += (_sinks_of_rows(attend.sinks, total, width) - maximum).exp()
     parts = _page_products(e.to(v.dtype), v, pages).to(total.dtype)
-    out = parts.new_zeros((len(q), *parts.shape[1:])).index_add_(0, owner, parts)
-    return (out / total[..., None]).to(q.dtype).view(*q.shape[:2], v.shape[3])
+    out = parts.new_zeros((len(rows), *parts.shape[1:])).index_add_(0, owner, parts)
+    return _queries_of_rows(out / total[..., None], width).to(q.dtype)
+
+
+def _rows_of_heads(
+    q: Float[Tensor, "queries heads size"], kv_heads: int, width: int
+) -> Float[Tensor, "sequences kv_heads rows size"]:
+    """Return the queries of each sequence and key-value head as rows: by token, then by head of its
+    group. Without a copy for one query per sequence.
+    """
+    whole = q.view(-1, width, kv_heads, q.shape[1] // kv_heads, q.shape[2])
+    return whole.transpose(1, 2).flatten(2, 3)
+
+
+def _queries_of_rows(
+    out: Float[Tensor, "sequences kv_heads rows value_size"], width: int
+) -> Float[Tensor, "queries heads value_size"]:
+    """Return the rows of `_rows_of_heads` as queries again."""
+    whole = out.unflatten(2, (width, -1)).transpose(1, 2)
+    return whole.flatten(2, 3).flatten(0, 1)
+
+
+def _sinks_of_rows(
+    sinks: Float[Tensor, " heads"], like: Float[Tensor, "sequences kv_heads rows"], width: int
+) -> Float[Tensor, "kv_heads rows"]:
+    """Return the sink of each row of `_rows_of_heads`, in the dtype of `like`."""
+    return sinks.to(like.dtype).view(like.shape[1], 1, -1).expand(-1, width, -1).flatten(1)
 
 
 def _one_sequence(
-    q: Float[Tensor, "1 heads size"],
+    rows: Float[Tensor, "1 kv_heads rows size"],
     k: Float[Tensor, "pages kv_heads page size"],
     v: Float[Tensor, "pages kv_heads page value_size"],
     scale: float,
     attend: Attend,
     text: Alone,
-) -> Float[Tensor, "1 heads value_size"]:
+) -> Float[Tensor, "1 kv_heads rows value_size"]:
     """Attend for one sequence, where nothing needs scattering or gathering: its keys are copied to
     lie together, and what is computed is a softmax; 27 us for what takes 160 by pages.
     """
-    # keys before the window are not even copied
-    first = 0 if attend.window is None else max(0, text.length - attend.window)
+    width = text.width
+    # keys before the first query's window are not even copied
+    first = 0 if attend.window is None else max(0, text.length - width + 1 - attend.window)
     keys, values = (
         pool[text.pages].transpose(0, 1).flatten(1, 2)[:, first : text.length] for pool in (k, v)
     )
-    products = torch.bmm(q.view(len(keys), -1, q.shape[2]), keys.transpose(1, 2))
-    back = None
-    if attend.slopes is not None:
-        back = torch.arange(keys.shape[1] - 1, -1, -1, device=q.device)
-    scores = _unmasked_scores(products, scale, attend, back)
+    products = torch.bmm(rows[0], keys.transpose(1, 2))
+    distances = None
+    if attend.slopes is not None or width > 1:
+        back = torch.arange(keys.shape[1] - 1, -1, -1, device=rows.device)
+        distances = _distances(back, width)
+    scores = _unmasked_scores(products, scale, attend, distances, width)
+    if width > 1 and distances is not None:
+        by_query = scores.unflatten(1, (width, -1))
+        by_query.masked_fill_(_hidden(distances, attend.window), -torch.inf)
     if attend.sinks is not None:
-        sinks = attend.sinks.to(scores.dtype).view(*scores.shape[:2], 1)
+        sinks = _sinks_of_rows(attend.sinks, scores[None, :, :, 0], width)[..., None]
         # the sink takes its share of the sum, and weighs no value
         weights = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)
-    out = torch.bmm(weights.to(values.dtype), values)
-    return out.to(q.dtype).view(*q.shape[:2], v.shape[3])
+    return torch.bmm(weights.to(values.dtype), values)[None]
 
 
 def _page_products(
@@ -148,28 +201,33 @@ def _scores(
     pages: Pages,
 ) -> Float[Tensor, "entries kv_heads group page"]:
     """Return scores in fp32 or wider, -inf where a query does not see a key."""
-    scores = _unmasked_scores(products, scale, attend, pages.back[:, None, None])
-    return scores.masked_fill_(pages.hidden(attend.window), -torch.inf)
+    distances = None if attend.slopes is None else _distances(pages.back, pages.width)
+    scores = _unmasked_scores(products, scale, attend, distances, pages.width)
+    by_query = scores.unflatten(2, (pages.width, -1))
+    by_query.masked_fill_(pages.hidden(attend.window), -torch.inf)
+    return scores
 
 
 def _unmasked_scores(
-    products: Float[Tensor, "*entries kv_heads group keys"],
+    products: Float[Tensor, "*entries kv_heads rows keys"],
     scale: float,
     attend: Attend,
-    back: Int64[Tensor, "*_ keys"] | None,
-) -> Float[Tensor, "*entries kv_heads group keys"]:
-    """Return scores (scaled, soft-capped, with ALiBi) of keys `back` tokens before the query (None:
-    without ALiBi), unmasked. Overwrites `products`.
+    distances: Int64[Tensor, "*_ width 1 keys"] | None,
+    width: int,
+) -> Float[Tensor, "*entries kv_heads rows keys"]:
+    """Return scores (scaled, soft-capped, with ALiBi) of keys that lie `distances` tokens before
+    each of `width` queries (unused without ALiBi), unmasked. Overwrites `products`.
     """
-    kv_heads, group = products.shape[-3:-1]
+    kv_heads, group = products.shape[-3], products.shape[-2] // width
     wide = products if products.dtype == torch.float64 else products.float()
     scores = wide.mul_(scale)
     if attend.soft_cap is not None:
         scores = (scores / attend.soft_cap).tanh_().mul_(attend.soft_cap)
     slopes = attend.slopes_of(kv_heads * group)
-    if slopes is not None and back is not None:
+    if slopes is not None and distances is not None:
         slopes_row = device.to_device(torch.tensor(slopes, dtype=scores.dtype), scores.device)
-        # ALiBi: score - slope * distance
-        far = back.to(scores.dtype)
-        scores = scores.addcmul_(slopes_row.view(kv_heads, group, 1), far, value=-1)
+        # ALiBi: score - slope * distance, by query and head of the group
+        by_query = scores.unflatten(-2, (width, group))
+        far = distances.to(scores.dtype)
+        by_query.addcmul_(slopes_row.view(kv_heads, 1, group, 1), far, value=-1)
     return scores

@@ -156,6 +156,16 @@ class ServerMetrics:
         )
         self.prompt = Counter("dolmen_prompt_tokens", "Tokens of prompts.", registry=registry)
         self.new = Counter("dolmen_generated_tokens", "Generated tokens.", registry=registry)
+        self.drafted = Counter(
+            "dolmen_spec_decode_num_draft_tokens",
+            "Drafted tokens of finished completions (speculative decoding).",
+            registry=registry,
+        )
+        self.accepted = Counter(
+            "dolmen_spec_decode_num_accepted_tokens",
+            "Drafted tokens that were accepted.",
+            registry=registry,
+        )
         self.first = Histogram(
             "dolmen_first_token_seconds",
             "From a request to its first generated token.",

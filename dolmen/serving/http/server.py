@@ -235,15 +235,22 @@ def build_parser(
 
 
 def serve(
-    config: ServeConfig, source: ModelSource, tokenizer: PreTrainedTokenizer, mesh: Mesh
+    config: ServeConfig,
+    source: ModelSource,
+    tokenizer: PreTrainedTokenizer,
+    mesh: Mesh,
+    draft: ModelSource | None = None,
 ) -> None:
-    """Load the model and serve it until SIGINT or SIGTERM, on every rank of `mesh`; the first rank
-    runs the HTTP server. Raises ValueError as `check`, and what the engine raises.
+    """Load the model, and the `draft` model of speculative decoding, and serve it until SIGINT or
+    SIGTERM, on every rank of `mesh`; the first rank runs the HTTP server. Raises ValueError as
+    `check`, and what the engine raises.
     """
     # bound first, so that clients wait in the backlog while the model loads
     listener = bind_socket(config) if mesh.first else None
     parser = build_parser(config, source, tokenizer, verbose=mesh.first)
-    with open_engine(config, source, tokenizer, mesh, config.limits, config.adapters) as running:
+    with open_engine(
+        config, source, tokenizer, mesh, config.limits, config.adapters, draft
+    ) as running:
         loop = EngineLoop(running, mesh)
         if listener is None:
             with process.stop_handler(lambda _: None):  # the first rank decides when to stop

@@ -215,6 +215,8 @@ class Sessions:
             if session is not None:
                 session.add_token(token)
         for finished in output.finished:
+            self.metrics.drafted.inc(finished.num_draft_tokens)
+            self.metrics.accepted.inc(finished.num_accepted_tokens)
             session = self.by_number.get(finished.number)
             if session is not None and finished.finish_reason != "cancelled":
                 session.finish(finished)

@@ -11,6 +11,8 @@ from dolmen.model.layout import Layout
 from dolmen.rl import function_worker, rewards
 from dolmen.rl.config import GROUP_ESTIMATORS, CriticConfig, PPOConfig, RolloutConfig
 from dolmen.rl.targets import MAX_KL_ERROR
+from dolmen.serving.request import check_int8
+from dolmen.serving.speculation import check_draft
 from dolmen.training.config import RunConfig
 from dolmen.training.resolve import ResolvedRun
 
@@ -82,6 +84,10 @@ def check_rollout(resolved: ResolvedRun) -> None:
     if run.rollout.routing_replay:
         _check_replay(run)
     _check_layout(run)
+    if resolved.draft is not None:
+        check_draft(resolved.draft.spec, run.spec)
+    if run.rollout.weights == "int8":
+        _check_int8(run)
 
 
 def _check_rewards(resolved: ResolvedRun) -> None:
@@ -117,6 +123,23 @@ def _check_replay(run: RunConfig) -> None:
             f"bias (bias-rate {router.bias_rate:g}) would adjust biases without effect: use "
             "--train.router.balance loss, or --train.router.bias-rate 0"
         )
+
+
+def _check_int8(run: RunConfig) -> None:
+    """Raise ValueError where rollouts with int8 weights are impossible, or their probabilities
+    would not be corrected for.
+    """
+    if run.objective.name != "grpo":
+        raise ValueError(
+            "rollout.weights int8 needs rollout.importance-sampling-cap, which objective.name "
+            f"{run.objective.name} does not have: leave it out"
+        )
+    if run.rollout.importance_sampling_cap is None:
+        raise ValueError(
+            "rollout.weights int8 samples from other probabilities than are trained on: correct "
+            "for it with --rollout.importance-sampling-cap 2, or leave it out"
+        )
+    check_int8(run.spec, "cuda" if run.train.device == "cuda" else "cpu", sharded=False)
 
 
 def _check_layout(run: RunConfig) -> None:

@@ -181,10 +181,12 @@ def constant_reward(metrics: Mapping[str, float]) -> str:
 
 def logprob_mismatch(run: RunConfig, metrics: Mapping[str, float], step: int) -> str | None:
     """Return a warning where the log-probabilities of trainer and generator differ by more than the
-    tolerance, by the metrics of the iteration after `step`; None where they agree.
+    tolerance, by the metrics of the iteration after `step`; None where they agree, or where int8
+    rollouts make them differ, which importance sampling corrects for.
     """
     ratio = metrics.get(MISMATCH, 0.0)
-    if ratio <= 1:  # and not where it is no number
+    expected = run.rollout.weights == "int8" and not math.isnan(ratio)
+    if ratio <= 1 or expected:  # and not where it is no number
         return None
     message = f"after step {step} trainer and generator disagree: a log-probability is "
     if math.isnan(ratio):
