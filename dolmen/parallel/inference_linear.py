@@ -200,15 +200,21 @@ def prepack(weight: Tensor, kind: Weights, inputs: Axis = SINGLE.tp) -> Prepacke
     weight, another dtype, no oneDNN). None for what is not one matrix. `inputs`: the axis that
     splits the weight's inputs (row-parallel); with int8 collective over it.
     """
-    if weight.ndim != 2:
+    if weight.ndim != 2 or not _gains(*weight.shape, weight.dtype, kind):
         return None
     if kind == "int8":
         if not multiplies_integers() or weight.shape[1] * inputs.size > MAX_INT32_INPUTS:
             return Int8Rows(weight)
         return IntegerLinear(weight) if inputs.size == 1 else SplitIntegerLinear(weight, inputs)
-    large = weight.numel() >= WORTH and min(weight.shape) >= ROWS
-    gains = large and weight.dtype == torch.float32 and compute.can_prepack()
-    return OneDnn(weight) if gains else None
+    return OneDnn(weight)
+
+
+def _gains(outputs: int, inputs: int, dtype: torch.dtype, kind: Weights) -> bool:
+    """Return whether a prepacked product with a weight [outputs, inputs] is faster than F.linear's
+    (int8: always, as it is what the user requested).
+    """
+    large = outputs * inputs >= WORTH and min(outputs, inputs) >= ROWS
+    return kind == "int8" or large and dtype == torch.float32 and compute.can_prepack()
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,10 +241,12 @@ class FusedPart:
 
 def prepack_together(weights: Sequence[Tensor], kind: Weights) -> list[PrepackedProduct | None]:
     """Prepack matrices [out_i, in] of one input as one, in the format `kind`. Each None if there is
-    no gain: see `prepack`.
+    no gain, which is known before anything is copied: see `prepack`.
     """
-    product = prepack(torch.cat(list(weights)), kind)
     sizes = tuple(len(weight) for weight in weights)
+    first = weights[0]
+    gains = _gains(sum(sizes), first.shape[1], first.dtype, kind)
+    product = prepack(torch.cat(list(weights)), kind) if gains else None
     return [None if product is None else FusedPart(product, sizes, i) for i in range(len(sizes))]
 
 

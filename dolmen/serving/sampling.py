@@ -50,7 +50,8 @@ def uniform(seed: int, id: int | str, sample: int, step: int, draft: bool = Fals
     bits of a hash of the four, so that it depends on nothing else. `draft`: another number, which
     selects the draft of the token.
     """
-    text = f"{seed}/{id}/{sample}/{step}{'/draft' * draft}".encode(errors="surrogatepass")
+    name = f"{seed}/{id}/{sample}/{step}" + "/draft" * draft
+    text = name.encode(errors="surrogatepass")
     # the top 53 bits, as many as a double's mantissa has
     number = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest())
     return (number >> 11) * 2.0**-53
