@@ -88,8 +88,9 @@ def one_query(
     pages: Pages | Alone,
 ) -> Float[Tensor, "queries heads value_size"]:
     """Return softmax(scores) v of the queries, `pages.width` of each sequence, which are its last
-    tokens: see `spec.AttentionBackend`. `pages`: which sequence owns each page. Documents and dropout
-    have no meaning here. The queries of a sequence and a key-value head are rows of one product.
+    tokens: see `spec.AttentionBackend`. `pages`: which sequence owns each page. Documents and
+    dropout have no meaning here. The queries of a sequence and a key-value head are rows of one
+    product.
     """
     scale, width = attend.scale_of(q.shape[2]), pages.width
     rows = _rows_of_heads(q, k.shape[1], width)
