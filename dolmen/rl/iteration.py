@@ -98,7 +98,7 @@ class RolloutModels:
     reference: Decoder | None = None
     """The model of the KL penalty, or the teacher; None where there is neither."""
     proposer: Proposer | None = None
-    """What drafts tokens (speculative decoding); None: no drafts."""
+    """Drafts tokens for verification (speculative decoding); None: no drafts."""
 
 
 @dataclass(frozen=True, eq=False)

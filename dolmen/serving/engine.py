@@ -162,7 +162,7 @@ def open_proposer(
     weights: Weights = "stated",
     limits: Limits = Limits(),
 ) -> Proposer | None:
-    """Return what drafts tokens for a model of spec `target` on `mesh`; None without
+    """Return the proposer of drafts for a model of spec `target` on `mesh`; None without
     --speculative.method. The `draft` model of that method is loaded whole on this rank, in `dtype`
     or that of its config.json. Raises ValueError where it cannot draft for the target.
     """

@@ -198,7 +198,7 @@ def sample_tokens(
     sampling options are sampled in one call. `never`: token ids that are not sampled.
     """
     places, parts = [], []
-    for members, some, raw in _by_options(draws, logits):
+    for members, some, raw in _group_by_options(draws, logits):
         places += members
         parts.append(_sample_group(some, raw, never, tp, top))
     if len(parts) == 1:  # a server's requests mostly have the same options
@@ -217,7 +217,7 @@ def sample_drafts(
     """
     tokens = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
     scores: list[Tensor | None] = [None] * len(draws)
-    for own, some, raw in _by_options(draws, logits):
+    for own, some, raw in _group_by_options(draws, logits):
         chosen, _, processed, _ = _select(some, raw, [], draft=True)
         tokens[to_device(torch.tensor(own), logits.device)] = chosen
         if some[0].group.request.params.temperature:
@@ -226,7 +226,7 @@ def sample_drafts(
     return tokens, scores
 
 
-def _by_options(
+def _group_by_options(
     draws: Sequence[Draw], logits: Float[Tensor, "rows vocabulary"]
 ) -> Iterator[tuple[list[int], list[Draw], Float[Tensor, "draws vocabulary"]]]:
     """Yield the draws whose requests have the same sampling options and kind of log-probabilities:
