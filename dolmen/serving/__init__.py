@@ -9,6 +9,7 @@ The engine
     model_runner.py       one forward pass, over a pipeline too
     sampler.py            the next tokens, on all ranks alike
     sampling.py           penalties, temperature, top-k, top-p, min-p
+    speculation.py        speculative decoding: prompt lookup, a draft model
     adapters.py           several LoRA adapters over one base
 Commands
     config.py             options of `generate`, `chat` and `serve`
