@@ -30,6 +30,7 @@ import dolmen
 from dolmen.cli import VERBS, command, runs
 from dolmen.conversion import hf, source
 from dolmen.core.messages import BadInput
+from dolmen.files import storage
 from dolmen.recipes import RECIPES
 
 ROOT = Path(__file__).parents[1]
@@ -118,6 +119,9 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / "runs" / name / "config.yaml").write_text(f"name: {name}\n")
     model = RECIPES["llama-8b"]().model
     monkeypatch.chdir(tmp_path)
+    # a run at a URL is that of `pretrain`
+    run = tmp_path / "runs/pretrain/config.yaml"
+    monkeypatch.setattr(storage, "pull_file", lambda url: run if url.startswith("s3://") else None)
     monkeypatch.setattr(source, "pin_source", str)
     monkeypatch.setattr(source, "open_source", lambda name: hf.Transformers(Path(name), model))
     return tmp_path
