@@ -127,9 +127,11 @@ def prune(folder: Path, keep: int, saved: int) -> None:
     """Delete old checkpoints: all but the `keep` newest (0: delete none) and the step just `saved`,
     and leftovers of replaced ones.
     """
-    kept = list_checkpoints(folder)
-    old = [path for step, path in list(kept.items())[:-keep] if step != saved] if keep else []
-    old += [path for path in folder.glob(f"step-*{REPLACED}") if path not in kept.values()]
+    checkpoints = list_checkpoints(folder)
+    old = (
+        [path for step, path in list(checkpoints.items())[:-keep] if step != saved] if keep else []
+    )
+    old += [path for path in folder.glob(f"step-*{REPLACED}") if path not in checkpoints.values()]
     for path in old:
         if FOLDER.fullmatch(path.name):
             partial = path.with_name(path.name + PARTIAL)  # first it stops being whole, then it

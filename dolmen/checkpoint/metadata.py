@@ -176,9 +176,9 @@ def read_foreign(file: Path) -> Foreign:
     content = read_bytes(file, MOST)
     try:
         metadata = _read_pickle(content, FOREIGN)
-        everything = metadata.state_dict_metadata
-        tensors = {n: t for n, t in everything.items() if isinstance(t, TensorStorageMetadata)}
-        known = {n: type(t) in KINDS and type(n) is str for n, t in everything.items()}
+        entries = metadata.state_dict_metadata
+        tensors = {n: t for n, t in entries.items() if isinstance(t, TensorStorageMetadata)}
+        known = {n: type(t) in KINDS and type(n) is str for n, t in entries.items()}
         if odd := [n for n, value in known.items() if not value]:
             raise TypeError(f"{odd[:3]} are neither tensors nor bytes")
         _check_tensors(tensors)
@@ -194,9 +194,9 @@ def read_foreign(file: Path) -> Foreign:
 
 def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     """Name -> metadata of each tensor. Raises TypeError where anything else is described."""
-    everything = metadata.state_dict_metadata
-    stored = {n: t for n, t in everything.items() if type(t) is TensorStorageMetadata}
-    if odd := [n for n in everything if n not in stored]:
+    entries = metadata.state_dict_metadata
+    stored = {n: t for n, t in entries.items() if type(t) is TensorStorageMetadata}
+    if odd := [n for n in entries if n not in stored]:
         raise TypeError(f"{odd[:3]} are not tensors")
     return stored
 

@@ -169,9 +169,9 @@ class RemoteCheckpoints:
         """
         steps = self._list()
         complete = [step for step, files in steps.items() if SEAL in files]
-        kept = {saved, *(complete[-keep:] if keep else complete)}
+        remaining = {saved, *(complete[-keep:] if keep else complete)}
         for step, files in steps.items():
-            if step not in kept and SET_ASIDE not in files:
+            if step not in remaining and SET_ASIDE not in files:
                 # the seal first: from then on it is not complete
                 for name in sorted(files, key=lambda name: name != SEAL):
                     if FILE.fullmatch(name):

@@ -221,24 +221,24 @@ class Checkpoints:
         except (KeyError, ValueError, OSError) as caught:
             error = caught
         mine = _Done(step, error and str(error), isinstance(error, Damaged), value)
-        everyone: list[Any] = [mine]
+        gathered: list[Any] = [mine]
         if self._group is not None:
-            everyone = [None] * dist.get_world_size(self._group)
-            dist.all_gather_object(everyone, mine, group=self._group)
+            gathered = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(gathered, mine, group=self._group)
         # Which error a rank raises. All must raise the same kind, for a restart goes on from an
         # older checkpoint after Damaged alone:
         # 1. its own, unless that is another kind and some rank has found damage;
         # 2. else that of the first rank that has one, with its number;
         # 3. else, where ranks have come with different steps, that they have.
-        damaged = any(done.damaged for done in everyone)
+        damaged = any(done.damaged for done in gathered)
         if error and (mine.damaged or not damaged):
             raise error
-        for rank, done in enumerate(everyone):
+        for rank, done in enumerate(gathered):
             if done.error and (done.damaged or not damaged):
                 raise (Damaged if damaged else ValueError)(f"rank {rank}: {done.error}")
-        for rank, done in enumerate(everyone):
+        for rank, done in enumerate(gathered):
             if done.step != step:
                 raise ValueError(
                     f"rank {rank} loads step {done.step}, this rank step {step}, from {self.folder}"
                 )
-        return [done.value for done in everyone]
+        return [done.value for done in gathered]

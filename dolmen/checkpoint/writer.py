@@ -114,27 +114,27 @@ def copies(tensors: Mapping[str, Tensor], pinned: Pinned | None) -> dict[str, Te
 
 
 @lru_cache(maxsize=4)  # each save of a run has the same sizes
-def plan(wanted: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Pack buffers of `wanted` bytes into chunks of pinned memory. Returns the chunk sizes, powers
+def plan(sizes: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Pack buffers of `sizes` bytes into chunks of pinned memory. Returns the chunk sizes, powers
     of 2, and the place of each buffer: (chunk, first byte). Of TRIED chunk sizes the one with the
     least memory is taken.
     """
-    most = min(LARGEST, _round_up(sum(wanted)))
-    tried = (_pack_chunks(wanted, max(ALIGNED, most >> power)) for power in range(TRIED))
+    most = min(LARGEST, _round_up(sum(sizes)))
+    tried = (_pack_chunks(sizes, max(ALIGNED, most >> power)) for power in range(TRIED))
     return min(tried, key=lambda item: sum(item[0]))
 
 
-def _pack_chunks(wanted: tuple[int, ...], chunk: int) -> tuple[list[int], list[tuple[int, int]]]:
+def _pack_chunks(sizes: tuple[int, ...], chunk: int) -> tuple[list[int], list[tuple[int, int]]]:
     """First fit, the largest buffers first, so that small ones fill the gaps. A chunk has `chunk`
     bytes, or what its first buffer needs, and is cut at the end to the power of 2 that it uses.
     Returns as `plan`.
     """
     rooms: list[int] = []
     used: list[int] = []
-    places = [(0, 0)] * len(wanted)
+    places = [(0, 0)] * len(sizes)
     first, before = 0, -1  # chunks before `first` have no room for any of the size `before`
-    for which in sorted(range(len(wanted)), key=lambda which: -wanted[which]):
-        size = -(-wanted[which] // ALIGNED) * ALIGNED
+    for which in sorted(range(len(sizes)), key=lambda which: -sizes[which]):
+        size = -(-sizes[which] // ALIGNED) * ALIGNED
         first = first if size == before else 0
         while first < len(rooms) and used[first] + size > rooms[first]:
             first += 1

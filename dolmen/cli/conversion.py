@@ -26,7 +26,7 @@ def run_convert(options: ConvertConfig) -> int:
     (which is deleted). Raises BadInput.
     """
     try:
-        print(convert(options, shown=True))
+        print(convert(options, progress=True))
     except Failed as error:
         # exit code 1, not 2: the input was valid
         print(f"dolmen convert: {error}; nothing was written", file=sys.stderr)

@@ -277,10 +277,10 @@ def _find_shift(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
     # [sequences, length, columns]: a shift does not cross sequences
     left, right = (t.unflatten(0, (-1, length)) for t in (x, y))
     for by in (1, -1, 2, -2):
-        kept, from_ = (
+        stays, from_ = (
             (slice(by, None), slice(None, -by)) if by > 0 else (slice(None, by), slice(-by, None))
         )
-        if _explains(left[:, from_], left[:, kept], right[:, kept]):
+        if _explains(left[:, from_], left[:, stays], right[:, stays]):
             yield Fault(
                 "shifted", f"A's tokens are shifted by {abs(by)} position{'s' * (abs(by) > 1)}"
             )

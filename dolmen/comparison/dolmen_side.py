@@ -315,9 +315,9 @@ class Hooks:
         def record_inputs(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             """Record q, k and v from the arguments of CoreAttention."""
             q, k, v = args[:3]
-            size, kept = heads.size, slice(None, heads.size)
-            self._record_heads(f"{path}.query", q, heads.queries, heads.first, size, kept)
-            self._record_heads(f"{path}.key", k, heads.keys, heads.first_key, size, kept)
+            size, columns = heads.size, slice(None, heads.size)
+            self._record_heads(f"{path}.query", q, heads.queries, heads.first, size, columns)
+            self._record_heads(f"{path}.key", k, heads.keys, heads.first_key, size, columns)
             self._record_heads(f"{path}.value", v, heads.keys, heads.first_key, v.shape[-1])
 
         self._keep(module.register_forward_pre_hook(record_inputs))
@@ -354,15 +354,15 @@ class Hooks:
         self._see(name, x, width * tp.size, slice(tp.rank * width, (tp.rank + 1) * width))
 
     def _record_heads(
-        self, name: str, x: Tensor, number: int, first: int, size: int, kept: slice = slice(None)
+        self, name: str, x: Tensor, number: int, first: int, size: int, columns: slice = slice(None)
     ) -> None:
         """Record this rank's heads, from number `first` of `number`. x is [..., heads here, size],
-        or [tokens, heads here x size]; `kept` selects columns of each head. Where several tp ranks
-        hold the same key or value head, their gradients are partial sums.
+        or [tokens, heads here x size]; `columns` selects columns of each head. Where several tp
+        ranks hold the same key or value head, their gradients are partial sums.
         """
         here = x.shape[-2] if x.ndim == 4 else x.shape[-1] // size
         where = slice(first * size, (first + here) * size)
-        self._see(name, x, number * size, where, number % self.mesh.tp.size > 0, kept)
+        self._see(name, x, number * size, where, number % self.mesh.tp.size > 0, columns)
 
     def _see(
         self,
@@ -371,12 +371,12 @@ class Hooks:
         width: int,
         where: slice,
         partial: bool = False,
-        kept: slice = slice(None),
+        selected: slice = slice(None),
     ) -> None:
         """Record x, this rank's rows and the columns `where` of `width`, and its gradient when
-        backward reaches it. x is [tokens, columns] or [..., heads, size]; `kept` selects columns of
-        each head; `partial`: the gradient is a sum over tp. Does nothing outside the decoder's
-        forward.
+        backward reaches it. x is [tokens, columns] or [..., heads, size]; `selected` selects
+        columns of each head; `partial`: the gradient is a sum over tp. Does nothing outside the
+        decoder's forward.
         """
         # a layer that backward recomputes
         if self.rows is None:
@@ -386,7 +386,7 @@ class Hooks:
         def flat(x: Tensor) -> Tensor:
             # heads side by side, as the logical tensor has them
             """Return x as [rows, columns] of the logical tensor."""
-            return x[..., kept].reshape(-1, columns)
+            return x[..., selected].reshape(-1, columns)
 
         if flat(x).shape[0] != len(rows):
             # sequence parallelism: this rank's share of the tokens

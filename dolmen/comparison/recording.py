@@ -143,10 +143,10 @@ class Recorder:
         `partial`: the tensor is the sum over ranks.
         """
         # a copy: the step goes on to overwrite gradients and weights
-        kept = values.detach().to("cpu", copy=True).contiguous()
+        on_cpu = values.detach().to("cpu", copy=True).contiguous()
         place = self.tensors.setdefault((stage, name), Recorded(shape, partial))
         assert (place.shape, place.partial) == (shape, partial), (stage, name, shape, place)
-        place.pieces.append(RecordedShard(self.rank, where, kept, rows))
+        place.pieces.append(RecordedShard(self.rank, where, on_cpu, rows))
 
     def add_whole(self, stage: Stage, name: str, values: Tensor) -> None:
         """Record a tensor that this rank holds all of."""
@@ -219,8 +219,8 @@ def _read(folder: Path) -> Tensors:
         slices = tuple(slice(*map(int, part.split(":"))) for part in where.split(",") if part)
         rows = stored.get("|".join((*words, "rows")))
         place = out.setdefault((at, name), Recorded(sizes, partial == "1"))
-        kept = None if rows is None else rows.read()
-        place.pieces.append(RecordedShard(int(rank), slices, entry.read(), kept))
+        stored_rows = None if rows is None else rows.read()
+        place.pieces.append(RecordedShard(int(rank), slices, entry.read(), stored_rows))
     return out
 
 

@@ -83,21 +83,21 @@ def _record_update(
     for name, gradient in gradients.items():
         recorder.add_whole("gradients", name, gradient)
     params, config = model.spec.params, task.optimizer
-    kept = {}
+    parameters = {}
     for name, gradient in gradients.items():
         wide = torch.promote_types(gradient.dtype, torch.float32)
-        kept[name] = nn.Parameter(weights[name].detach().to(wide, copy=True))
-        kept[name].grad = gradient.to(wide, copy=True)
+        parameters[name] = nn.Parameter(weights[name].detach().to(wide, copy=True))
+        parameters[name].grad = gradient.to(wide, copy=True)
     # clip_grad_norm_ returns the norm even where it clips nothing
     most = config.clip if config.clip > 0 else torch.inf
-    norm = nn.utils.clip_grad_norm_(kept.values(), most)
+    norm = nn.utils.clip_grad_norm_(parameters.values(), most)
     recorder.add_number("gradient norm", norm.item())
     if not task.reaches("update"):
         return
     # decay for matrices only, as dolmen's optimizer has it
     groups = [
         {
-            "params": [p for name, p in kept.items() if params[name].decays == decays],
+            "params": [p for name, p in parameters.items() if params[name].decays == decays],
             "weight_decay": config.weight_decay if decays else 0.0,
         }
         for decays in (True, False)
@@ -105,9 +105,9 @@ def _record_update(
     adamw = torch.optim.AdamW(
         groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps
     )
-    before = {name: p.detach().clone() for name, p in kept.items()}
+    before = {name: p.detach().clone() for name, p in parameters.items()}
     adamw.step()
-    for name, p in kept.items():
+    for name, p in parameters.items():
         for kind in MOMENTS:
             recorder.add_whole(kind, name, adamw.state[p][kind])
         recorder.add_whole("update", name, p.detach() - before[name])

@@ -227,19 +227,19 @@ def open_run(folder: Path, model: Model | None = None) -> RunCheckpoint:
     """
     checkpoint = reader.open_checkpoint(folder)
     # state.json holds the run's resolved options, from which the model is built again
-    kept = read_saved(checkpoint.meta, folder)
+    saved = read_saved(checkpoint.meta, folder)
     try:
-        run_model, training = model_of(kept.run)
+        run_model, training = model_of(saved.run)
     except ValueError as error:
         raise Damaged(f"{folder / STATE}: {error}") from None
     # a run with --init has its special tokens from that config.json
-    if kept.run.get("init") is None:
+    if saved.run.get("init") is None:
         run_model = with_special_tokens(add_standard_fields(run_model), _tokenizer(folder))
     model, adapter = model or run_model, training.adapter
     # adapters are merged on reading, so the spec has none
     model_spec = replace(training, adapter=None).apply_to(model.spec)
     return RunCheckpoint(
-        model, model_spec, adapter, kept.step, run_model, checkpoint, kept.run.get("init")
+        model, model_spec, adapter, saved.step, run_model, checkpoint, saved.run.get("init")
     )
 
 

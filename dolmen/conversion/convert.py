@@ -92,11 +92,11 @@ def export_model(
             return peft.write(opened, folder, DTYPES[dtype or "float32"])
     unknown.warn(opened.model)
     # as --dtype has it, else as the config.json states
-    wanted = DTYPES[dtype] if dtype else stated_dtype(opened.model)
+    target = DTYPES[dtype] if dtype else stated_dtype(opened.model)
     _optimizer_state(opened, "hf")
     _check_scales(opened, {}, "hf")
     with storage.output_folder(to) as folder:
-        hf_export.write(cast_source(opened, wanted), folder, wanted)
+        hf_export.write(cast_source(opened, target), folder, target)
     merged = isinstance(opened, checkpoint.RunCheckpoint) and opened.adapter is not None
     return f"{opened.title}, with its adapters merged" if merged else opened.title
 
@@ -113,18 +113,18 @@ def _open_critic(opened: ModelSource) -> ModelSource:
     return checkpoint.critic(opened)
 
 
-def convert(config: ConvertConfig, shown: bool = False) -> str:
+def convert(config: ConvertConfig, progress: bool = False) -> str:
     """Write the source in the format `config.to`, compare what was written with the source, and
-    return a report in lines. `shown`: progress bars on stderr. Raises ValueError, KeyError or
+    return a report in lines. `progress`: progress bars on stderr. Raises ValueError, KeyError or
     OSError, before anything is written, for a model that the format cannot hold, and Unlike where
     the written weights, logits or optimizer state differ from the source; then the destination is
     not created.
     """
     with storage.output_folder(config.destination) as folder:
-        return _convert(config, folder, shown)
+        return _convert(config, folder, progress)
 
 
-def _convert(config: ConvertConfig, folder: Path, shown: bool) -> str:
+def _convert(config: ConvertConfig, folder: Path, progress: bool) -> str:
     """Convert into a local `folder`, as `convert` does. The report names the destination."""
     opened = open_source(config.source, vocab_size=config.vocab_size)
     # All checks come before the first byte is written.
@@ -145,7 +145,7 @@ def _convert(config: ConvertConfig, folder: Path, shown: bool) -> str:
     specs = source.specs  # checked here, before threads share the source
 
     with writing.replace_when_complete(target) as (part, sidecar_folder):
-        with bar(f"writing {target}", writer.tensors, shown, MofNCompleteColumn()) as show:
+        with bar(f"writing {target}", writer.tensors, progress, MofNCompleteColumn()) as show:
             writer.write(part, LayerPool(config.threads, show))
         writer.write_sidecars(sidecar_folder)
         written = writer.open_written(part, sidecar_folder)
@@ -155,7 +155,7 @@ def _convert(config: ConvertConfig, folder: Path, shown: bool) -> str:
             for _ in compare_weights(source, written, {*parameters}):
                 advance(1)
 
-        with bar("reading the result back", len(specs), shown, MofNCompleteColumn()) as show:
+        with bar("reading the result back", len(specs), progress, MofNCompleteColumn()) as show:
             LayerPool(config.threads, show).run(compare_layer, group_by_layer(specs, str))
         logits = compare_logits(source, written)
         report = "" if state is None else compare_state(state, written)

@@ -238,13 +238,13 @@ def load_weights(
     """Read the source and call `write(name, tensor)` once per parameter, or per one in `only`.
     Raises as `ModelSource.stream`, and KeyError where a parameter was never written.
     """
-    wanted, written = set(source.spec.params if only is None else only), set()
+    requested, written = set(source.spec.params if only is None else only), set()
     for name, tensor in source.stream(only):
         assert name not in written, f"{name} written twice"
         write(name, tensor)
         written.add(name)
         del tensor  # or it would still be held while the next one is read
-    if left := sorted(wanted - written):
+    if left := sorted(requested - written):
         raise KeyError(f"{len(left)} parameters are missing in {source.where}, e.g. {left[:3]}")
 
 

@@ -197,19 +197,19 @@ def refuse_shared_gpus(device: torch.device, option: str) -> None:
     """Raise ValueError, the same on every rank, if two ranks share one GPU, or some have a GPU and
     others none. Collective: called by all ranks once they have joined.
     """
-    everyone = consensus.gather_objects((socket.gethostname(), gpu_id(device)))
-    without = [rank for rank, (_, name) in enumerate(everyone) if not name]
-    if len(without) == len(everyone):
+    gathered = consensus.gather_objects((socket.gethostname(), gpu_id(device)))
+    without = [rank for rank, (_, name) in enumerate(gathered) if not name]
+    if len(without) == len(gathered):
         return
     if without:
         rank = without[0]
         raise ValueError(
-            f"{len(without)} of {plural(len(everyone), 'rank')} have no GPU, such as rank {rank} "
-            f"on {everyone[rank][0]}: make one visible to each, or use --{option} cpu for all"
+            f"{len(without)} of {plural(len(gathered), 'rank')} have no GPU, such as rank {rank} "
+            f"on {gathered[rank][0]}: make one visible to each, or use --{option} cpu for all"
         )
     # host and id together: ids are unique on one machine alone
     ranks: dict[tuple[str, str], list[int]] = {}
-    for rank, where in enumerate(everyone):
+    for rank, where in enumerate(gathered):
         ranks.setdefault(where, []).append(rank)
     for (host, name), sharing in ranks.items():
         if len(sharing) > 1:

@@ -319,13 +319,13 @@ def build_mesh(
     axes |= {name: axis(name, "pp", f"dolmen {name}") for name in ("up", "down")}
     if pp > 1:
         axes["ends"] = replace(_boundary_axis(topology, me, make), reduction=reduction)
-    everyone = dist.group.WORLD if topology.size > 1 else None
+    world = dist.group.WORLD if topology.size > 1 else None
     stage = torch.tensor(topology.stage(me))
     dense = axes["fsdp"], axes["tp"]
     sparse = axes["edp"], axes["ep"], axes["tp"]
     return Mesh(
         **axes,
-        world=Axis("world", topology.size, me, everyone, reduction=reduction),
+        world=Axis("world", topology.size, me, world, reduction=reduction),
         device=device,
         grid=_device_mesh(stage, dense, device, make),
         expert_grid=_device_mesh(stage, sparse, device, make),

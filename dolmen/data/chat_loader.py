@@ -94,8 +94,8 @@ def prepare(
         details.append(_describe_padding(inputs.tokenizer))
     # one example is shown in the header, to check the template by eye
     what, first = "judged" if say == "end" else "trained", int(mixture.chosen[0])
-    shown = mark_trained(examples, first, inputs.tokenizer)
-    details.append(f"{what} is marked by »« (chat {first}): {shown}")
+    example = mark_trained(examples, first, inputs.tokenizer)
+    details.append(f"{what} is marked by »« (chat {first}): {example}")
     identity = {
         **identify(config, examples, judge),
         "sequence_length": str(sequence_length),

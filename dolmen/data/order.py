@@ -95,14 +95,14 @@ def make_order(
     # all have a weight or none has
     weighted = sources[0].weight is not None
     weights = mixture.normal([float(part.weight) for part in parts])
-    wanted: Sequence[int | None] = [samples]
+    counts: Sequence[int | None] = [samples]
     if weighted:
-        wanted = shares(weights, samples)
+        counts = shares(weights, samples)
     elif len(parts) > 1:
         # without weights: each data set once
-        wanted = [None] * len(parts)
+        counts = [None] * len(parts)
     orders = []
-    for corpus, count in zip(corpora, wanted, strict=True):
+    for corpus, count in zip(corpora, counts, strict=True):
         (tokens,), (bounds,) = corpus.memory, corpus.sequences
         # training part of the split
         (first, last), *_ = validation_split.split_of(config.shares, len(bounds) - 1)
@@ -240,9 +240,9 @@ def epochs_of(tokens: int, sequence_length: int, samples: int | None) -> Epochs:
     # samples of all epochs, concatenated
     interval = (count * tokens - 1) // sequence_length
     before = ((count - 1) * tokens - 1) // sequence_length
-    wanted = interval if samples is None else samples
+    requested = interval if samples is None else samples
     # less than 80 % of the last epoch is needed
-    last_separate = count > 1 and wanted - before < int(APART * per_epoch)
+    last_separate = count > 1 and requested - before < int(APART * per_epoch)
     return Epochs(count, last_separate, before if last_separate else interval, interval)
 
 

@@ -277,9 +277,9 @@ def parquet_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
 
 
 @contextmanager
-def parquet(file: Path, wanted: list[str] | None) -> Iterator["IterableDataset"]:
-    """Context manager: the file's columns `wanted` (None: all) as a streamed data set. Errors while
-    reading become Refused.
+def parquet(file: Path, column_names: list[str] | None) -> Iterator["IterableDataset"]:
+    """Context manager: the file's columns `column_names` (None: all) as a streamed data set. Errors
+    while reading become Refused.
     """
     import datasets
     import pyarrow
@@ -290,7 +290,7 @@ def parquet(file: Path, wanted: list[str] | None) -> Iterator["IterableDataset"]
         columns = pyarrow.parquet.read_schema(file).names
     except (pyarrow.ArrowException, OSError) as error:
         raise refuse(file, f"is not parquet: {error}") from error
-    for name in wanted or ():
+    for name in column_names or ():
         check_column(name, columns, str(file))
     table = datasets.load_dataset(
         "parquet",
@@ -298,7 +298,7 @@ def parquet(file: Path, wanted: list[str] | None) -> Iterator["IterableDataset"]
         data_files=glob.escape(str(file)),
         split="train",
         streaming=True,
-        columns=wanted,
+        columns=column_names,
     )
     try:
         yield table

@@ -287,9 +287,9 @@ def stored_files(entry: str, option: str) -> Found:
         def read(names: Collection[str]) -> list[str]:
             """Return the names of what is read, and count the others."""
             meant = fnmatch.filter(names, last) if is_glob else names
-            wanted = readable_names(meant, names)
-            found.skipped["hidden files and files of other kinds"] += len(meant) - len(wanted)
-            return wanted
+            readable = readable_names(meant, names)
+            found.skipped["hidden files and files of other kinds"] += len(meant) - len(readable)
+            return readable
 
         for file in storage.pull_files(folder if is_glob else entry, read):
             found.add(file)

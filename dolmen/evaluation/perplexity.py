@@ -123,13 +123,18 @@ def windows(corpus: Corpus, end_of_text: int, window: int, stride: int) -> Windo
     # the first token that the window before has not counted
     first = np.where(index == 0, 1, np.maximum(begin - stride + window, begin + 1))
     # documents of one token have nothing to predict
-    kept = stop > first
-    if not kept.any():
+    nonempty = stop > first
+    if not nonempty.any():
         raise ValueError(
             f"--data.path {corpus.name}: all documents are shorter than two tokens, so there is "
             "nothing to predict: give longer documents"
         )
-    begin, stop, first, base = begin[kept], stop[kept], first[kept], starts[document[kept]]
+    begin, stop, first, base = (
+        begin[nonempty],
+        stop[nonempty],
+        first[nonempty],
+        starts[document[nonempty]],
+    )
     stream = corpus.stream(starts, corpus.offsets[1:])
 
     def read(row: int) -> np.ndarray:

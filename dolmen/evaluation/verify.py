@@ -220,10 +220,10 @@ def _run_transformers(
     if gradients:
         loss.backward()
     stored = hub.revert_weight_names(model, {name: p.grad for name, p in model.named_parameters()})
-    wanted = reference_model.tensors_by_our_names(stated, stored) if gradients else None
+    expected_gradients = reference_model.tensors_by_our_names(stated, stored) if gradients else None
     if not tokens.new:
         none = tokens.windows[:, :0], logits.detach()[:, :0]
-        return Reference(logits.detach(), loss.item(), wanted, *none)
+        return Reference(logits.detach(), loss.item(), expected_gradients, *none)
     # greedy and endless, whatever the folder's own has
     model.generation_config = GenerationConfig()
     generated = model.generate(
@@ -238,7 +238,7 @@ def _run_transformers(
     return Reference(
         logits.detach(),
         loss.item(),
-        wanted,
+        expected_gradients,
         generated.sequences[:, tokens.prompt :],
         torch.stack(generated.logits, 1),
     )

@@ -94,8 +94,8 @@ def targets(model: Model, names: Collection[str]) -> frozenset[str]:
             f"adapter.targets has {unknown[0]}, which is not a layer of {model.model_type} that "
             f"can have an adapter{head}: choose from {', '.join(known)}, or {ALL}"
         )
-    wanted = known if ALL in names else names
-    return frozenset(weight for name in wanted for weight in known[name])
+    requested = known if ALL in names else names
+    return frozenset(weight for name in requested for weight in known[name])
 
 
 def _module_weights(model: Model) -> dict[str, set[str]]:

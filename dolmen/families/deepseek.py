@@ -248,8 +248,8 @@ def _router(config: dict[str, Any]) -> RouterSpec:
                 f"topk_method is {config['topk_method']}, which selects groups of experts, but "
                 f"{name} is None: set {flag(name)}"
             )
-    groups, kept = config["n_group"], config["topk_group"]
-    return RouterSpec(normalise=False, groups=groups, groups_per_token=kept)
+    groups, groups_per_token = config["n_group"], config["topk_group"]
+    return RouterSpec(normalise=False, groups=groups, groups_per_token=groups_per_token)
 
 
 def write_deepseek_v2(spec: ModelSpec) -> dict[str, Any]:

@@ -32,11 +32,11 @@ KINDS = Annotated[list[Literal[GLOBAL, LOCAL]], Len(1, kinds.MOST_LAYERS)]
 LAYERS, TYPES = "attention_layers", "attention_types"
 
 
-def _spell(config: Mapping[str, Any], wanted: Any) -> dict[str, Any]:
+def _spell(config: Mapping[str, Any], stated: Any) -> dict[str, Any]:
     """Return both fields that state the type of each layer: attention_layers and
     attention_types.
     """
-    return {LAYERS: wanted, TYPES: None if wanted is None else [[list(wanted), 1]]}
+    return {LAYERS: stated, TYPES: None if stated is None else [[list(stated), 1]]}
 
 
 GPT_NEO_FIELDS = (

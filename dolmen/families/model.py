@@ -96,8 +96,8 @@ def scorer_config(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
 
 def lm_config(config: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the config.json of the same model with an LM head: the inverse of `scorer_config`."""
-    kept = {name: value for name, value in config.items() if name not in LABELS}
-    return {**kept, "architectures": [family.architecture]}
+    fields = {name: value for name, value in config.items() if name not in LABELS}
+    return {**fields, "architectures": [family.architecture]}
 
 
 CARRIED = (*kinds.SPECIAL_TOKENS, "dtype")  # to another family

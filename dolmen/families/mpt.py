@@ -18,9 +18,9 @@ from dolmen.families.rules import Rename, Rule, Split
 from dolmen.model.spec import AlibiSpec, AttentionSpec, BlockSpec, MLPSpec, ModelSpec
 
 
-def _spell(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _spell(config: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return attn_config with the fields replaced; unknown keys are kept."""
-    return {"attn_config": {**(config.get("attn_config") or {}), **wanted}}
+    return {"attn_config": {**(config.get("attn_config") or {}), **stated}}
 
 
 ATTENTION = (

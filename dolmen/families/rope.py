@@ -383,18 +383,18 @@ def _write_yarn(yarn: YarnScaling) -> dict[str, Any]:
 
 
 def spell(
-    config: Mapping[str, Any], wanted: Mapping[str, Any], outer: Mapping[str, str]
+    config: Mapping[str, Any], target: Mapping[str, Any], outer: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return the entries that change rope in `config` to `wanted`, in the spelling that the config
+    """Return the entries that change rope in `config` to `target`, in the spelling that the config
     uses (rope_parameters, or rope_scaling and top-level fields). Every other place that states rope
     is changed too, so that none contradicts; unknown fields inside are kept, and fields that the
     type does not use are dropped. `outer`: see `fields`.
     """
-    uses = {"rope_type", *OUTER, *USED.get(wanted["rope_type"], wanted)}
-    extra = {n: wanted[n] for n in ORIGINAL if config.get(n) is not None and n in wanted}
-    outer_fields = {outer[name]: wanted[name] for name in outer if name in wanted}
+    uses = {"rope_type", *OUTER, *USED.get(target["rope_type"], target)}
+    extra = {n: target[n] for n in ORIGINAL if config.get(n) is not None and n in target}
+    outer_fields = {outer[name]: target[name] for name in outer if name in target}
     # a file may have both names
-    outer_fields |= {name: wanted[name] for name in outer if name in wanted and name in config}
+    outer_fields |= {name: target[name] for name in outer if name in target and name in config}
     # spelling of transformers 5, also for a config.json that states no rope yet
     if "rope_parameters" in config or not {"rope_scaling", *outer_fields} & config.keys():
         unknown = _unknown_entries(config.get("rope_parameters"))
@@ -402,14 +402,14 @@ def spell(
         if config.get("rope_scaling"):
             extra["rope_scaling"] = None
         extra |= {name: value for name, value in outer_fields.items() if name in config}
-        stated = unknown | {k: v for k, v in wanted.items() if k in uses}
+        stated = unknown | {k: v for k, v in target.items() if k in uses}
         return {"rope_parameters": stated, **extra}
     # spelling of transformers 4: base and fraction at top level, the rest in rope_scaling
     scaling = _unknown_entries(config.get("rope_scaling"))
-    scaling |= {name: value for name, value in wanted.items() if name in uses - OUTER.keys()}
+    scaling |= {name: value for name, value in target.items() if name in uses - OUTER.keys()}
     return {
         **outer_fields,
-        "rope_scaling": None if wanted["rope_type"] == "default" else scaling,
+        "rope_scaling": None if target["rope_type"] == "default" else scaling,
         **extra,
     }
 

@@ -55,11 +55,11 @@ def unknown_fields_warning(model: Model) -> str | None:
     names = unknown_fields(model)
     if not names:
         return None
-    shown = [_add_hint(model, name) for name in names[:MOST]]
+    hints = [_add_hint(model, name) for name in names[:MOST]]
     if len(names) > MOST:
-        shown.append(f"and {len(names) - MOST:,} more")
+        hints.append(f"and {len(names) - MOST:,} more")
     return (
-        f"the model's config.json has {', '.join(shown)}, unknown to {model.model_type}: kept for "
+        f"the model's config.json has {', '.join(hints)}, unknown to {model.model_type}: kept for "
         "export, without effect on the model"
     )
 

@@ -235,16 +235,18 @@ class ShardFiles:
                 # sparse until it is written
                 stream.truncate(len(header) + sum(place.spec.nbytes for place in places.values()))
 
-    def write(self, tensors: Iterable[tuple[str, Tensor]], wanted: Sequence[str]) -> Iterator[str]:
-        """Write tensors into their places and yield each name. `wanted`: names that this caller
+    def write(
+        self, tensors: Iterable[tuple[str, Tensor]], requested: Sequence[str]
+    ) -> Iterator[str]:
+        """Write tensors into their places and yield each name. `requested`: names that this caller
         writes. Raises ValueError for a tensor that is unknown, comes twice or has another shape,
         and KeyError for those that never come.
         """
-        laid = {n: place for _, places in self._layout.values() for n, place in places.items()}
-        places = {name: laid[name] for name in wanted}
+        layout = {n: place for _, places in self._layout.values() for n, place in places.items()}
+        places = {name: layout[name] for name in requested}
         for name, tensor in tensors:
-            if name not in laid:
-                raise ValueError(f"{name} is not among the {len(laid)} tensors to store")
+            if name not in layout:
+                raise ValueError(f"{name} is not among the {len(layout)} tensors to store")
             if name not in places:
                 raise ValueError(f"{name} was written twice")
             if tuple(tensor.shape) != self.specs[name].shape:

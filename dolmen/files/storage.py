@@ -105,9 +105,9 @@ class RemoteFolder:
             self._system.invalidate_cache()
             return self._system.find(self._root, detail=True)
 
-        found = self._repeat("cannot be listed", find, FIRST_PATIENCE)
+        listing = self._repeat("cannot be listed", find, FIRST_PATIENCE)
         files = {}
-        for path, info in sorted(found.items()):
+        for path, info in sorted(listing.items()):
             name = path.removeprefix(self._root + "/")
             # the URL itself is an object, or an empty one that stands for a folder
             if path == self._root or info["type"] != "file" or name.endswith("/"):
@@ -364,7 +364,7 @@ def pull_folder(url: str) -> Path:
 
 
 def pull_files(
-    url: str, wanted: Callable[[Collection[str]], Collection[str]] = lambda names: names
+    url: str, select: Callable[[Collection[str]], Collection[str]] = lambda names: names
 ) -> list[Path]:
     """Return the local copies of files of the folder at a URL: of all, or of those that
     `wanted(names)` returns. Files that the folder has no more are deleted from the copy. Raises
@@ -375,7 +375,7 @@ def pull_files(
     files = remote.files()
     if not files:
         raise ValueError(f"{url}: there is no such folder, or it is empty")
-    names, sums = sorted(wanted(list(files))), read_sums(remote, files)
+    names, sums = sorted(select(list(files))), read_sums(remote, files)
     if missing := [name for name in names if not is_copy(target / name, files[name])]:
         size = sum(files[name].size for name in missing)
         say(f"downloading {url}: {plural(len(missing), 'file')}, {megabytes(size)} -> {target}")
@@ -424,8 +424,8 @@ def read_sums(remote: RemoteFolder, files: Mapping[str, StoredFile]) -> dict[str
     """
     sums: dict[str, str] = {}
     for listing in (name for name in files if name.split("/")[-1] == SUMS):
-        found = _read_listing(remote, listing, files[listing])
-        sums |= {listing.removesuffix(SUMS) + name: digest for name, digest in found.items()}
+        checksums = _read_listing(remote, listing, files[listing])
+        sums |= {listing.removesuffix(SUMS) + name: digest for name, digest in checksums.items()}
     if lost := [name for name in sums if name not in files]:
         raise gate.refuse(remote.url, f"lacks {len(lost)} of the files in {SUMS}, e.g. {lost[:3]}")
     return sums

@@ -57,8 +57,8 @@ def launch(
 
     # failures are told below, once
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    kept = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    group = _WorkerGroup(processes, words, {s: signal.getsignal(s) for s in kept})
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    group = _WorkerGroup(processes, words, {s: signal.getsignal(s) for s in handled})
     with handling(group.handlers), _reports() as reports:
         if handed is not None:
             group.more[HANDED] = _write(Path(reports) / "handed.yaml", handed)

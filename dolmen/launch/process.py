@@ -144,8 +144,8 @@ def recovered_job() -> str:
     """Return the id of this job if its engine keeps it over restarts that it does not count;
     otherwise empty.
     """
-    found = (f"{engine} {os.environ.get(name, '')}" for engine, name in RECOVERED_JOBS.items())
-    return next((job for job in found if not job.endswith(" ")), "")
+    jobs = (f"{engine} {os.environ.get(name, '')}" for engine, name in RECOVERED_JOBS.items())
+    return next((job for job in jobs if not job.endswith(" ")), "")
 
 
 def one_store() -> bool:

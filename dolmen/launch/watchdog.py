@@ -217,12 +217,12 @@ class Watch:
         except gate.Refused:
             return ""
         frames = text[max(0, text.rfind(MAIN)) :].split(ALL)[0].split('\n  File "')[1:]
-        kept = [
+        shown_frames = [
             frame
             for i, frame in enumerate(frames)
             if strings.TORCH not in frame.split('"')[0] or i == len(frames) - 1
         ]
-        return "\n".join('  File "' + frame.rstrip() for frame in kept[-12:])
+        return "\n".join('  File "' + frame.rstrip() for frame in shown_frames[-12:])
 
 
 def collective_of(frame: FrameType | None) -> str | None:

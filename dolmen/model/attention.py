@@ -355,8 +355,8 @@ class LatentAttention(Component):
         else:
             latent = self.tp.enter(latent).view(inputs.batch, -1, 1, self.spec.kv_rank)
             # cached as one head of [latent | rope key]
-            kept = torch.cat((latent, key), -1)
-            y = cache.attend(q, (kept,), self._attend_absorbed, self._attend_sequences)
+            cached = torch.cat((latent, key), -1)
+            y = cache.attend(q, (cached,), self._attend_absorbed, self._attend_sequences)
         return self.o(y.reshape(-1, self.heads * self.spec.value_size))
 
     def _down(self, x: Tensor, linear: ParameterModule) -> Tensor:
@@ -398,21 +398,21 @@ class LatentAttention(Component):
         nope, v = kv.split((self.spec.nope_size, self.spec.value_size), -1)
         return torch.cat((nope, key.expand(-1, -1, self.heads, -1)), -1), v
 
-    def _attend_sequences(self, q: Tensor, kept: Tensor, documents: Documents | None) -> Tensor:
-        """Attend q, the new tokens of cached sequences of equal length, to `kept` [sequences,
+    def _attend_sequences(self, q: Tensor, cached: Tensor, documents: Documents | None) -> Tensor:
+        """Attend q, the new tokens of cached sequences of equal length, to `cached` [sequences,
         length, 1, latent + rope]: keys and values are expanded from the cached latents.
         """
-        latent, key = kept.split((self.spec.kv_rank, self.spec.positions.size), -1)
+        latent, key = cached.split((self.spec.kv_rank, self.spec.positions.size), -1)
         # latents are replicated over tp, so kv_b multiplies them without communication
         flat = latent.reshape(-1, self.spec.kv_rank)
         (kv,) = tensor.products(flat, [self.kv_b.linear()], self.tp)
         return self.scores.attend_sequences(q, *self._expand_kv(kv, key), documents)
 
-    def _attend_absorbed(self, q: Tensor, kept: Tensor, pages: Pages | Alone) -> Tensor:
+    def _attend_absorbed(self, q: Tensor, cached: Tensor, pages: Pages | Alone) -> Tensor:
         """Attend the last token of each sequence, q [sequences, heads, nope + rope], to the cached
         latents, with kv_b absorbed into query and output: q W_k c = (q W_k) c, and sum p (W_v c) =
         W_v (sum p c). So attention has a single key head [latent | rope key] with the latent as its
-        value. `kept` [pages, 1, page, latent + rope] -> [sequences, heads, value].
+        value. `cached` [pages, 1, page, latent + rope] -> [sequences, heads, value].
         """
         # [heads, nope + value, kv_rank]: rows of W_k and then of W_v of each head
         weight = self.kv_b.linear().merge(q.dtype).view(self.heads, -1, self.spec.kv_rank)
@@ -421,5 +421,7 @@ class LatentAttention(Component):
         nope, turned = q.split((self.spec.nope_size, self.spec.positions.size), -1)
         q = torch.cat((torch.einsum("thn,hnr->thr", nope, of_k), turned), -1)
         # values are the first kv_rank numbers of the keys: a view, so nothing is stored twice
-        latent = kept[..., : self.spec.kv_rank]
-        return torch.einsum("thr,hvr->thv", self.scores.attend_paged(q, kept, latent, pages), of_v)
+        latent = cached[..., : self.spec.kv_rank]
+        return torch.einsum(
+            "thr,hvr->thv", self.scores.attend_paged(q, cached, latent, pages), of_v
+        )

@@ -123,8 +123,8 @@ def activation_bytes_per_layer(
         inside += 4 * heads
     width = mlp.size / tp
     # gated: act(gate), up, and their product; relu keeps its result
-    kept = (3 if mlp.gated else 1) + (0 if mlp.activation == "relu" else 1)
-    return tokens * (stream * outside + inside + e * kept * width)
+    saved = (3 if mlp.gated else 1) + (0 if mlp.activation == "relu" else 1)
+    return tokens * (stream * outside + inside + e * saved * width)
 
 
 def _kv_heads(attention: AttentionSpec, tp: int) -> float:

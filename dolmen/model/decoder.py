@@ -381,11 +381,11 @@ class Decoder(nn.Module):
         # once per forward and kind of layer: 2 tables for Gemma 3's 26 to 62 layers
         known = self.position_inputs(part, ids, self._lengths(tokens, cache, positions))
         for i, block in zip(here.layers, self.blocks(part), strict=True):
-            kept = None if cache is None else cache.layers[i]
+            layer_cache = None if cache is None else cache.layers[i]
             mixer = self.spec.blocks[i].mixer
             where = known[mixer.positions, mixer.heads]
             # a layer's positions, router losses and noise
-            y = block(y, inputs.for_layer(i, where, (balance or {}).get(i), routes), kept)
+            y = block(y, inputs.for_layer(i, where, (balance or {}).get(i), routes), layer_cache)
         return self._apply_head(y, len(tokens), end) if here.last else y
 
     def _embed_tokens(self, tokens: Tensor, positions: Tensor, inputs: LayerInputs) -> Tensor:

@@ -68,7 +68,7 @@ def replay_routes(
 
 
 def gather_routes(
-    kept: Mapping[tuple[int, int], Int64[Tensor, "n k"]],
+    choices_of: Mapping[tuple[int, int], Int64[Tensor, "n k"]],
     spec: ModelSpec,
     split: ModelSplit,
     mesh: Mesh,
@@ -76,15 +76,15 @@ def gather_routes(
     micros: int,
 ) -> Int64[Tensor, "sequences length choices"]:
     """Return the recorded choices of all tokens of a batch of `shape` [sequences, length] in
-    `micros` microbatches, the same on every rank of tp, cp and pp. `kept`: this rank's records by
-    (microbatch, layer).
+    `micros` microbatches, the same on every rank of tp, cp and pp. `choices_of`: this rank's
+    records by (microbatch, layer).
     """
     slices, rows = choice_slices(spec), shape[0] // micros
     choices = max(columns.stop for columns in slices.values())
     # zeros where another rank has the token or the layer, so that sums put the pieces together
     full = torch.zeros((*shape, choices), dtype=torch.int64, device=mesh.device)
     index = split.cp.indices(shape[1], mesh.device)
-    for (micro, layer), experts in kept.items():
+    for (micro, layer), experts in choices_of.items():
         here = experts.view(rows, -1, experts.shape[-1])
         full[micro * rows : (micro + 1) * rows, index, slices[layer]] = here
     # every token is on one rank of cp, and every layer on one of pp

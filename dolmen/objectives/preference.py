@@ -179,17 +179,18 @@ class KTO:
         # the completion of its own prompt, and the one that belongs to another prompt
         own_ratio = torch.where(first, ratios[0::2], ratios[1::2])
         mismatched = torch.where(first, ratios[1::2], ratios[0::2])
-        wanted = torch.where(first, side[0::2], side[1::2]) > 0
+        preferred = torch.where(first, side[0::2], side[1::2]) > 0
         completions = index.real.sum(1, keepdim=True).clamp(min=1)
         # z of the paper: one estimate for each pair of rows
         kl = torch.where(index.real, mismatched, 0.0).sum(1, keepdim=True) / completions
         weights = self.desirable_weight, self.undesirable_weight
-        losses = kto_losses(own_ratio, wanted, kl, self.beta, *weights)
+        losses = kto_losses(own_ratio, preferred, kl, self.beta, *weights)
         # a KL is not negative, its estimate may be; no gradient, as in the paper
         kl_baseline = kl.detach().clamp(min=0).expand_as(own_ratio)
         # margin to z, on the side where the completion belongs
         better = pairs.PairValues(
-            torch.where(wanted, own_ratio, kl_baseline), torch.where(wanted, kl_baseline, own_ratio)
+            torch.where(preferred, own_ratio, kl_baseline),
+            torch.where(preferred, kl_baseline, own_ratio),
         )
         scores = pairs.PairValues(self.beta * better.chosen, self.beta * better.rejected)
         return index.score_output(losses, scores, head)
@@ -333,13 +334,17 @@ def kto(
     `desirable` and of those that are not, and z.
     """
     check_dpo(beta, "kto", 0.0)
-    ratio, wanted = policy - reference, desirable != 0
+    ratio, desirable_mask = policy - reference, desirable != 0
     kl_baseline = torch.as_tensor(kl, dtype=ratio.dtype, device=ratio.device)
-    losses = kto_losses(ratio, wanted, kl_baseline, beta, desirable_weight, undesirable_weight)
+    losses = kto_losses(
+        ratio, desirable_mask, kl_baseline, beta, desirable_weight, undesirable_weight
+    )
     rewards = beta * ratio.detach()
     metrics = {
-        "desirable": torch.where(wanted, rewards, 0.0).sum() / wanted.sum().clamp(min=1),
-        "undesirable": torch.where(wanted, 0.0, rewards).sum() / (~wanted).sum().clamp(min=1),
+        "desirable": torch.where(desirable_mask, rewards, 0.0).sum()
+        / desirable_mask.sum().clamp(min=1),
+        "undesirable": torch.where(desirable_mask, 0.0, rewards).sum()
+        / (~desirable_mask).sum().clamp(min=1),
         "kl": kl_baseline.detach().clamp(min=0),
     }
     return losses.mean(), metrics
@@ -347,7 +352,7 @@ def kto(
 
 def kto_losses(
     ratio: Float[Tensor, "*completions"],
-    wanted: Bool[Tensor, "*completions"],
+    desirable: Bool[Tensor, "*completions"],
     kl: Float[Tensor, "*#completions"],
     beta: float,
     desirable_weight: float,
@@ -356,14 +361,14 @@ def kto_losses(
     """Return KTO's loss of each completion, with h the log-ratio of policy to reference, `ratio`,
     and z = max(0, kl), detached:
 
-       desirable_weight   sigmoid(-beta (h - z))     where it is `wanted` (desirable)
+       desirable_weight   sigmoid(-beta (h - z))     where it is desirable
        undesirable_weight sigmoid(-beta (z - h))     elsewhere
     """
     kl_baseline = kl.detach().clamp(min=0)
     # 1 - sigmoid(x) = sigmoid(-x), without the loss of digits
     good = desirable_weight * torch.sigmoid(-beta * (ratio - kl_baseline))
     bad = undesirable_weight * torch.sigmoid(-beta * (kl_baseline - ratio))
-    return torch.where(wanted, good, bad)
+    return torch.where(desirable, good, bad)
 
 
 def dpo(

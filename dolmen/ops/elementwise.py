@@ -95,8 +95,8 @@ def residual(
     rows: Int64[Tensor, " tokens"],
 ) -> Float[Tensor, "tokens hidden"]:
     """Apply dropout to x; `rows` are the tokens' indices in the global batch."""
-    kept = keep(p, noise.key, site, rows[:, None], torch.arange(x.shape[1], device=x.device))
-    return torch.where(kept, x / (1 - p), 0)
+    keep_mask = keep(p, noise.key, site, rows[:, None], torch.arange(x.shape[1], device=x.device))
+    return torch.where(keep_mask, x / (1 - p), 0)
 
 
 def accumulate(totals: Sequence[Tensor], parts: Sequence[Tensor]) -> None:

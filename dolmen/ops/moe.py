@@ -72,13 +72,13 @@ def route(
     return Routing(probabilities, weights if scale == 1 else weights * scale, experts)
 
 
-def _best_groups(choice: Tensor, groups: int, kept: int, best: int) -> Tensor:
-    """Return choice [n, E] with -inf for the experts outside each token's `kept` best groups; a
-    group scores as the sum of its `best` best experts.
+def _best_groups(choice: Tensor, groups: int, groups_per_token: int, best: int) -> Tensor:
+    """Return choice [n, E] with -inf for the experts outside each token's `groups_per_token` best
+    groups; a group scores as the sum of its `best` best experts.
     """
     grouped = choice.view(len(choice), groups, -1)
     totals = grouped.topk(best, -1).values.sum(-1)
-    chosen = totals.topk(kept, -1).indices
+    chosen = totals.topk(groups_per_token, -1).indices
     left_out = torch.ones_like(totals, dtype=torch.bool).scatter_(1, chosen, False)
     return grouped.masked_fill(left_out[..., None], -torch.inf).view_as(choice)
 

@@ -107,9 +107,9 @@ class Muon(torch.optim.Optimizer):
         (group,) = self.param_groups
         parameters = group["params"]
         gradients = [_view(p.grad) for p in parameters]
-        kept = [self.state[p] for p in parameters]
-        momenta = [_view(s["momentum"]) for s in kept]
-        foreach_add_([s["step"] for s in kept], 1)
+        states = [self.state[p] for p in parameters]
+        momenta = [_view(s["momentum"]) for s in states]
+        foreach_add_([s["step"] for s in states], 1)
         foreach_mul_(momenta, group["momentum"])
         foreach_add_(momenta, gradients)
         ahead = foreach_add(gradients, momenta, alpha=group["momentum"])

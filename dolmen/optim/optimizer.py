@@ -226,17 +226,17 @@ def load(
     yields (name, unsharded tensor). Call `prime` first. Raises KeyError for a parameter that the
     stream leaves out.
     """
-    kept = optimizer.state
-    wanted = {
-        name: kept[p][kind]
+    states = optimizer.state
+    expected = {
+        name: states[p][kind]
         for name, p in model.named_parameters()
-        if p.requires_grad and kind in kept[p]
+        if p.requires_grad and kind in states[p]
     }
-    for name, value in stream(list(wanted)):
+    for name, value in stream(list(expected)):
         # each rank keeps its shard of the unsharded tensor
-        state.write_region(wanted.pop(name), value)
-    if wanted:
-        raise KeyError(f"no {kind} of {len(wanted)} parameters, e.g. {sorted(wanted)[:3]}")
+        state.write_region(expected.pop(name), value)
+    if expected:
+        raise KeyError(f"no {kind} of {len(expected)} parameters, e.g. {sorted(expected)[:3]}")
 
 
 def names(params: ParamSpecs, name: Name) -> set[str]:

@@ -76,10 +76,10 @@ class Drawing:
         self, x: float, y: float, width: float, height: float, fill: str, hint: str = ""
     ) -> None:
         """Draw a box filled with one of FILLS; `hint` is its tooltip."""
-        shown = f"<title>{escape(hint)}</title>" if hint else ""
+        title = f"<title>{escape(hint)}</title>" if hint else ""
         self.parts.append(
             f'<rect x="{number(x)}" y="{number(y)}" width="{number(max(0.0, width))}" '
-            f'height="{number(height)}" fill="url(#f-{fill})" class="box">{shown}</rect>'
+            f'height="{number(height)}" fill="url(#f-{fill})" class="box">{title}</rect>'
         )
 
     def line(self, points: Sequence[tuple[float, float]], kind: str = "line") -> None:

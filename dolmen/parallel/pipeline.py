@@ -373,12 +373,12 @@ def execute(schedule: Schedule, mesh: Mesh, work: StepWork) -> None:
 
 def forward_only(schedule: Schedule) -> Schedule:
     """Return the schedule with its F actions alone, in their order, for evaluation."""
-    kept = tuple(tuple(a for a in actions if a.kind == "F") for actions in schedule.actions)
+    forwards = tuple(tuple(a for a in actions if a.kind == "F") for actions in schedule.actions)
     return Schedule(
         f"{schedule.name}, forward only",
         schedule.ranks,
         schedule.micros,
         schedule.chunks,
-        kept,
+        forwards,
         schedule.placement,
     )

@@ -169,8 +169,8 @@ def _check_rank(s: Schedule, rank: int) -> None:
                 f"{s.name}: rank {rank} has {Action('B', micro, chunk)} both as a whole and "
                 "in parts (I, W)"
             )
-        wanted = IN_PARTS if parts else WHOLE
-        missing = next(kind for kind in "FBIW" if kind in wanted - has)
+        kinds = IN_PARTS if parts else WHOLE
+        missing = next(kind for kind in "FBIW" if kind in kinds - has)
         raise ValueError(f"{s.name}: rank {rank} is missing {Action(missing, micro, chunk)}")
 
 

@@ -341,8 +341,8 @@ class _Linear(TypedFunction):
             tp.later.add(_weight_gradients(call, grads, x))
         else:
             factors = list(zip(grads, call.products, strict=True))
-            wanted = [g for g, wants in zip(factors, wants_dw, strict=True) if wants]
-            gradients = iter(_compute_weight_gradients(wanted, x, tp.turned))
+            trained_factors = [g for g, wants in zip(factors, wants_dw, strict=True) if wants]
+            gradients = iter(_compute_weight_gradients(trained_factors, x, tp.turned))
             dw = [next(gradients) if wants else None for wants in wants_dw]
         sum_over_tokens = partial(sum_tokens, leaf=tp.exact.tokens) if tp.exact else _sum_rows
         db = [
@@ -410,7 +410,7 @@ def _weight_gradients(call: _Call, grads: Sequence[Tensor], x: Tensor) -> Callab
     called.
     """
     weights = [w for w in call.deferred if w.requires_grad]
-    wanted = [
+    required = [
         (g, product)
         for w, g, product in zip(call.deferred, grads, call.products, strict=True)
         if w.requires_grad
@@ -420,7 +420,7 @@ def _weight_gradients(call: _Call, grads: Sequence[Tensor], x: Tensor) -> Callab
         """Compute the gradients, and accumulate them in .grad."""
         # gathered again: under sequence parallelism only this rank's tokens were kept
         full = _gather_tokens(x, call.gather)
-        torch.autograd.backward(weights, _compute_weight_gradients(wanted, full, call.tp.turned))
+        torch.autograd.backward(weights, _compute_weight_gradients(required, full, call.tp.turned))
 
     return run
 

@@ -88,8 +88,8 @@ def _fuse_loss(entered: Both) -> Both:
     forward, backward = entered
     computed: Rows = [replace(row, action="F") for row in backward if row.kind != "collective"]
     sums = [row for row in backward if row.kind == "collective" and row.op != "all-gather"]
-    kept = [replace(row, overlapped=False) for row in sums]
-    return [*forward, *computed], kept
+    exposed = [replace(row, overlapped=False) for row in sums]
+    return [*forward, *computed], exposed
 
 
 def update_rows(

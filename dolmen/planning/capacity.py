@@ -56,9 +56,9 @@ def layer_bytes(
         block = replace(block, mixer=AttentionSpec(mixer.heads, mixer.heads, mixer.head_size))
     block_model = replace(spec, runs=(LayerRun((block,), 1),))
     how = {"cp": cp, "recompute": recompute, "element_bytes": e, **more}
-    kept = activation_bytes_per_layer(block_model, batch, length, **how)
+    bytes_per_layer = activation_bytes_per_layer(block_model, batch, length, **how)
     # full recomputation keeps the input of the layer only
-    return kept + (0.0 if recompute == "full" else extra)
+    return bytes_per_layer + (0.0 if recompute == "full" else extra)
 
 
 LOGITS = 1 << 28
@@ -268,7 +268,7 @@ class Capacity:
         at_once = microbatches_in_flight(
             choice.schedule, choice.pp, micros, choice.virtual_stages, rank
         )
-        kept, again = self._activations(choice, rank)
+        activations, again = self._activations(choice, rank)
         loss = logits = 0.0
         if choice.pp * choice.virtual_stages - 1 in stages_of(choice, rank):
             loss, logits = self._head_bytes(choice)
@@ -284,9 +284,9 @@ class Capacity:
         # the batch, and what goes to and comes from two neighbours
         sent = 16 * micros * tokens + (4 * stream if choice.pp > 1 else 0)
         peaks = ActivationPeaks(
-            at_once * kept + losses * loss + logits,
-            at_once * kept + losses * loss + again,
-            later * kept + max(losses - 1, 1) * loss + again,
+            at_once * activations + losses * loss + logits,
+            at_once * activations + losses * loss + again,
+            later * activations + max(losses - 1, 1) * loss + again,
             more,
             sent,
         )
@@ -326,17 +326,17 @@ class Capacity:
         if key not in self._known_layers:
             kinds = self.ranks.blocks
             plain = [self._kept_bytes(block, choice, "none") for block in kinds]
-            kept = [self._kept_bytes(block, choice, choice.recompute) for block in kinds]
-            self._known_layers[key] = plain, kept
-        plain, kept = self._known_layers[key]
+            layer_sizes = [self._kept_bytes(block, choice, choice.recompute) for block in kinds]
+            self._known_layers[key] = plain, layer_sizes
+        plain, layer_sizes = self._known_layers[key]
         total = moment = 0.0
         for stage in stages_of(choice, rank):
             for number, layer in enumerate(self.ranks.layers_of_stages(choice)[stage]):
                 kind = self.ranks.kinds[layer]
                 limit = choice.recompute_layers
                 again = choice.recompute != "none" and (limit is None or number < limit)
-                total += (kept if again else plain)[kind]
-                moment = max(moment, plain[kind] - kept[kind] if again else 0.0)
+                total += (layer_sizes if again else plain)[kind]
+                moment = max(moment, plain[kind] - layer_sizes[kind] if again else 0.0)
         self._known_activations[rank_key] = total, moment
         return total, moment
 
@@ -344,7 +344,7 @@ class Capacity:
         """Return the bytes that a layer keeps of a microbatch. Where cp gathers, these include keys
         and values of the whole sequence (docs/concepts/context-parallel.md).
         """
-        kept = layer_bytes(
+        layer_size = layer_bytes(
             self.spec,
             block,
             choice.microbatch_size,
@@ -358,13 +358,13 @@ class Capacity:
         )
         gathers = choice.cp > 1 and choice.context == "gather" and not self.dropout
         if not gathers or recompute != "none":
-            return kept
+            return layer_size
         mixer = block.mixer
         kv_heads = mixer.kv_heads if isinstance(mixer, AttentionSpec) else mixer.heads
         # kv heads are replicated where tp exceeds them
         width = max(kv_heads / choice.tp, 1) * sum(mixer.head_sizes)
         full = choice.microbatch_size * self.sequence_length
-        return kept + full * (1 - 0.5 / choice.cp) * width * self.element_bytes
+        return layer_size + full * (1 - 0.5 / choice.cp) * width * self.element_bytes
 
     def _head_bytes(self, choice: LayoutChoice) -> tuple[float, float]:
         """Return the bytes that the LM head keeps from forward to backward (its input and both

@@ -356,7 +356,7 @@ def action_seconds(rows: Iterable[LedgerRow], machine: Machine) -> Parts:
     (step.py).
     """
     spent = {"product": 0.0, "attention": 0.0, "memory": 0.0}
-    shown = {"tp": 0.0, "cp": 0.0, "ep": 0.0, "dp": 0.0}
+    exposed = {"tp": 0.0, "cp": 0.0, "ep": 0.0, "dp": 0.0}
     behind = {"cp": 0.0, "dp": 0.0, "tp": 0.0, "ep": 0.0}  # to hide behind the whole action
     issued, waited = 0, 0.0
     pending, pending_axis = 0.0, "tp"  # hides behind the products that follow
@@ -367,7 +367,7 @@ def action_seconds(rows: Iterable[LedgerRow], machine: Machine) -> Parts:
         issued += row.times
         # anything else ends the products behind which it hid
         if row.kind != "product" and pending:
-            shown[pending_axis] += pending
+            exposed[pending_axis] += pending
             pending = 0.0
         if row.kind == "host":
             waited += seconds
@@ -377,21 +377,21 @@ def action_seconds(rows: Iterable[LedgerRow], machine: Machine) -> Parts:
             pending -= hidden
             spent[row.kind] += CONTENTION * hidden
         elif row.kind == "collective":
-            axis = row.axis if row.axis in shown else "dp"
+            axis = row.axis if row.axis in exposed else "dp"
             hides = machine.overlap.hides_behind(row.axis)
             if hides == "products" and row.overlapped:
                 pending, pending_axis = seconds, axis
             elif hides == "action":
                 behind[axis] += seconds
             else:
-                shown[axis] += seconds
-    shown[pending_axis] += pending
+                exposed[axis] += seconds
+    exposed[pending_axis] += pending
     spent = {name: seconds * machine.slowest for name, seconds in spent.items()}
     computed = sum(spent.values())
     for axis, seconds in behind.items():
         hidden = min(seconds, computed)
         spent["memory"] += CONTENTION * hidden
-        shown[axis] += seconds - hidden
+        exposed[axis] += seconds - hidden
     # the host works at the same time: only its excess shows
-    device = sum(spent.values()) + sum(shown.values())
-    return Parts(**spent, **shown, host=waited + max(0.0, issued * machine.device.host - device))
+    device = sum(spent.values()) + sum(exposed.values())
+    return Parts(**spent, **exposed, host=waited + max(0.0, issued * machine.device.host - device))

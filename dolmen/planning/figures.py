@@ -46,15 +46,15 @@ def ranking(plan: Plan) -> Drawing:
     """Draw the seconds of a step with their 90 % intervals, a row per layout, the fastest first (at
     most MOST_LAYOUTS), with throughput, MFU, memory and bottleneck.
     """
-    shown = plan.ranked[:MOST_LAYOUTS]
-    bottom = 30 + BAR_ROW * len(shown)
+    candidates = plan.ranked[:MOST_LAYOUTS]
+    bottom = 30 + BAR_ROW * len(candidates)
     drawing = Drawing("Seconds of a step by layout", bottom + 40)
     # from 0, so that lengths are comparable
-    scale = Scale(0, max(c.estimate.high for c in shown) * 1.02, BARS_LEFT, BARS_RIGHT)
+    scale = Scale(0, max(c.estimate.high for c in candidates) * 1.02, BARS_LEFT, BARS_RIGHT)
     axis(drawing, scale, bottom, "seconds of a step, and 90 % interval", 22)
     for x, title in ((715, "tokens/s"), (775, "MFU"), (840, "memory"), (912, "bound by")):
         drawing.text(x, 14, title, "label", "end")
-    for i, candidate in enumerate(shown):
+    for i, candidate in enumerate(candidates):
         y, estimate = 30 + BAR_ROW * (i + 0.5), candidate.estimate
         draw_name(drawing, candidate, y, i == 0)
         drawing.line([(scale(estimate.low), y), (scale(estimate.high), y)], "whisker")
@@ -76,19 +76,21 @@ def ranking(plan: Plan) -> Drawing:
 
 def step(plan: Plan) -> Drawing:
     """Draw the parts of a step as a stacked bar, for the best eight layouts."""
-    shown = plan.ranked[:8]
-    bottom = 60 + BAR_ROW * len(shown)
+    candidates = plan.ranked[:8]
+    bottom = 60 + BAR_ROW * len(candidates)
     drawing = Drawing("Parts of a step", bottom + 40)
     # only parts that occur
     names = {
-        n: w for n, w in PART_NAMES.items() if any(c.estimate.parts.get(n, 0) > 0 for c in shown)
+        n: w
+        for n, w in PART_NAMES.items()
+        if any(c.estimate.parts.get(n, 0) > 0 for c in candidates)
     }
     half = -(-len(names) // 2)
     for y, part in ((14, list(names)[:half]), (36, list(names)[half:])):
         drawing.legend({FILL.get(n, n): names[n] for n in part}, y, 0)
-    scale = Scale(0, max(c.estimate.seconds for c in shown) * 1.02, BARS_LEFT, 900)
+    scale = Scale(0, max(c.estimate.seconds for c in candidates) * 1.02, BARS_LEFT, 900)
     axis(drawing, scale, bottom, "seconds", 52)
-    for i, candidate in enumerate(shown):
+    for i, candidate in enumerate(candidates):
         y = 60 + BAR_ROW * i
         draw_name(drawing, candidate, y + BAR_ROW / 2 - 3, i == 0)
         _draw_bar(drawing, candidate, scale, y, names)
@@ -158,7 +160,7 @@ def rank_memory(plan: Plan) -> Drawing:
     peak memory stacked by kind in GiB, below a line at the device's limit.
     """
     memory, limit = plan.ranked[0].memory, plan.cluster.device.memory
-    shown = evenly(len(memory), MOST_COLUMNS)
+    columns = evenly(len(memory), MOST_COLUMNS)
     drawing = Drawing("Memory of each pipeline rank", 340)
     items = list(KINDS.items())
     drawing.legend(dict(items[:4]), 14)
@@ -166,8 +168,8 @@ def rank_memory(plan: Plan) -> Drawing:
     scale = Scale(0, max(limit, *(m.total for m in memory)) * 1.06 / GIB, 290, 70)
     side(drawing, scale, LEFT, "GiB", RIGHT)
     # pixels per column
-    wide = (RIGHT - LEFT) / len(shown)
-    for i, rank in enumerate(shown):
+    wide = (RIGHT - LEFT) / len(columns)
+    for i, rank in enumerate(columns):
         x, base = LEFT + wide * (i + 0.15), 0.0
         for kind, title in KINDS.items():
             size = _kind_bytes(memory[rank], kind) / GIB
@@ -245,9 +247,9 @@ def timeline(plan: Plan) -> Drawing:
     """Draw the schedule of a step, or its beginning and end if a rank has more than MOST_BOXES
     actions.
     """
-    shown = evenly(plan.timeline.schedule.ranks, MOST_RANKS)
+    ranks = evenly(plan.timeline.schedule.ranks, MOST_RANKS)
     parts = windows(plan.timeline)
-    tall = RANK_HEIGHT * len(shown) + 64
+    tall = RANK_HEIGHT * len(ranks) + 64
     drawing = Drawing("The schedule of a step", 30 + tall * len(parts))
     kinds = {a.kind for actions in plan.timeline.schedule.actions for a in actions}
     names = {kind: name for kind, name in ACTION_NAMES.items() if kind in kinds}
@@ -260,7 +262,7 @@ def timeline(plan: Plan) -> Drawing:
         _draw_actions(
             drawing,
             plan.timeline,
-            shown,
+            ranks,
             Scale(start, end, TIMELINE_LEFT, TIMELINE_RIGHT),
             34 + tall * i,
         )
@@ -278,15 +280,15 @@ def windows(timeline: Timeline) -> list[tuple[float, float]]:
 
 
 def _draw_actions(
-    drawing: Drawing, timeline: Timeline, shown: list[int], scale: Scale, top: float
+    drawing: Drawing, timeline: Timeline, ranks: list[int], scale: Scale, top: float
 ) -> None:
-    """Draw the actions of the `shown` ranks within the time range of `scale`, from height `top`
+    """Draw the actions of the `ranks` ranks within the time range of `scale`, from height `top`
     down, with each rank's idle share.
     """
     schedule, simulation = timeline.schedule, timeline.simulation
-    bottom = top + RANK_HEIGHT * len(shown)
+    bottom = top + RANK_HEIGHT * len(ranks)
     axis(drawing, scale, bottom + 2, "seconds", top)
-    for row, rank in enumerate(shown):
+    for row, rank in enumerate(ranks):
         y = top + RANK_HEIGHT * row
         drawing.box(TIMELINE_LEFT, y + 2, TIMELINE_RIGHT - TIMELINE_LEFT, RANK_HEIGHT - 4, "idle")
         boxes: dict[str, list[tuple[float, float]]] = {}
@@ -388,8 +390,11 @@ DRAWN = 12  # of a row; more are counted, not drawn
 
 def _box_places(count: int) -> list[float]:
     """Return the x coordinates of at most DRAWN boxes in a row."""
-    shown = min(count, DRAWN)
-    return [310 + (i - (shown - 1) / 2) * 600 / max(shown, 4) for i in range(shown)]
+    picture_count = min(count, DRAWN)
+    return [
+        310 + (i - (picture_count - 1) / 2) * 600 / max(picture_count, 4)
+        for i in range(picture_count)
+    ]
 
 
 def _draw_row(drawing: Drawing, count: int, y: float, words: str) -> None:

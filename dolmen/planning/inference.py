@@ -135,14 +135,14 @@ def cache_bytes(spec: ModelSpec, tp: int, length: int, size: int) -> int:
     for block in spec.blocks:
         mixer = block.mixer
         # a sliding window forgets the rest
-        kept = min(length, mixer.window or length)
+        cached = min(length, mixer.window or length)
         if isinstance(mixer, AttentionSpec):
             heads = mixer.kv_heads // tp if mixer.kv_heads % tp == 0 else mixer.kv_heads
             width = heads * sum(mixer.head_sizes)
         else:
             # shared by all heads, so tp does not divide it
             width = mixer.kv_rank + mixer.positions.size
-        total += kept * width * size
+        total += cached * width * size
     return total
 
 

@@ -148,8 +148,10 @@ class Operations:
         elif recompute == "op":
             products = [row for row in again if row.kind == "product"]
             # torchtitan's policy saves every second product
-            kept = {id(row) for row in products[::2]}
-            again = [r for r in again if r.kind in ("product", "memory") and id(r) not in kept]
+            input_products = {id(row) for row in products[::2]}
+            again = [
+                r for r in again if r.kind in ("product", "memory") and id(r) not in input_products
+            ]
         elif recompute == "none":
             again = []
         return replace(self, backward=(*(replace(r, action="B") for r in again), *self.backward))

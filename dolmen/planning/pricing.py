@@ -123,8 +123,8 @@ class Pricing:
     def quick(self, choice: LayoutChoice) -> float:
         """Return the seconds of a step in closed form; see the head of this file."""
         span, forward, backward = self._closed_form(choice)
-        optimizer, shown = self._update_seconds(choice, forward, backward)
-        return span + optimizer.total + shown
+        optimizer, exposed = self._update_seconds(choice, forward, backward)
+        return span + optimizer.total + exposed
 
     def _closed_form(self, choice: LayoutChoice) -> tuple[float, float, float]:
         """Return (seconds until the last action ends, the forward and the backward seconds of the
@@ -241,8 +241,8 @@ class Pricing:
         optimizer, and FSDP communication that no computation hides.
         """
         _, forward, backward = self._closed_form(choice)
-        optimizer, shown = self._update_seconds(choice, forward, backward)
-        return optimizer + Parts(dp=shown)
+        optimizer, exposed = self._update_seconds(choice, forward, backward)
+        return optimizer + Parts(dp=exposed)
 
     def _update_seconds(
         self, choice: LayoutChoice, forward: float, backward: float

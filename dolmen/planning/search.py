@@ -107,9 +107,9 @@ def add_fleets(question: Question, plan: Plan) -> Plan:
 def _others(question: Question, plan: Plan) -> Iterator[Fleet]:
     """Yield the best layout on other numbers of nodes; those on which none fits are left out."""
     cluster, layout = question.cluster, plan.ranked[0].layout
-    kept = {axis: int(layout.get(f"layout.{axis}", 1)) for axis in ("tp", "cp", "ep")}
+    pinned = {axis: int(layout.get(f"layout.{axis}", 1)) for axis in ("tp", "cp", "ep")}
     # pp and dp are free
-    pins = replace(question.pins, pp=None, dp=None, **kept)
+    pins = replace(question.pins, pp=None, dp=None, **pinned)
     for nodes in sizes(cluster.nodes, cluster.tiers[-1].nodes if cluster.tiers else cluster.nodes):
         placed = replace(cluster, nodes=nodes)
         other = replace(question, cluster=placed, pins=pins)

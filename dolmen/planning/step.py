@@ -172,13 +172,13 @@ class PredictionErrors:
         from those of all devices; twice the latter if it has none.
         """
         errors = [abs(e) for _, _, g, e in self.rows if g == group]
-        everything = [
+        absolute = [
             abs(e) for _, _, g, e in self.rows if g.endswith(EXPERTS) == group.endswith(EXPERTS)
         ]
         if errors:
-            return ErrorSpread(max(half_width(errors), half_width(everything)), len(errors), True)
+            return ErrorSpread(max(half_width(errors), half_width(absolute)), len(errors), True)
         # an unknown device is predicted less well: twice as wide
-        return ErrorSpread(2 * half_width(everything), len(everything), False)
+        return ErrorSpread(2 * half_width(absolute), len(absolute), False)
 
 
 def read_errors(file: Path = FILE) -> PredictionErrors:

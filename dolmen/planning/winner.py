@@ -109,9 +109,9 @@ def count_ranks(run: RunConfig, device: Device, progress: bool) -> list[dict[str
     """
     file = measured_at() / "winners" / f"{step_hash(run, run.known_model, device)}.json"
     with suppress(gate.Refused, OSError):
-        kept = gate.read_json(file, kinds.DRYRUN)["ranks"]
-        if _is_whole(kept, run):
-            return kept
+        ranks_ = gate.read_json(file, kinds.DRYRUN)["ranks"]
+        if _is_whole(ranks_, run):
+            return ranks_
     # torch takes two seconds to import, and what has been counted needs none
     from dolmen.planning.dryrun import report
 
@@ -131,8 +131,8 @@ def _is_whole(ranks: list[dict[str, Any]], run: RunConfig) -> bool:
     """Return whether cached counts have the default ranks and add up; otherwise they are counted
     again.
     """
-    wanted = ranks_of(DryrunConfig().ranks, run.layout.world)
-    return [rank["rank"] for rank in ranks] == wanted and all(
+    expected = ranks_of(DryrunConfig().ranks, run.layout.world)
+    return [rank["rank"] for rank in ranks] == expected and all(
         rank["live_bytes"].keys() == {*WORDS.values()}
         and min(rank["live_bytes"].values()) >= 0
         and sum(rank["live_bytes"].values()) == rank["peak_bytes"]

@@ -118,12 +118,12 @@ class Offloader:
         trained = {part.model for part in self.parts if part.is_optimizer}
         self._use([part for part in self.parts if part.model in trained])
 
-    def _use(self, wanted: Sequence[OffloadPart]) -> None:
-        """Reload the `wanted` parts, after offloading all others."""
+    def _use(self, required: Sequence[OffloadPart]) -> None:
+        """Reload the `required` parts, after offloading all others."""
         for part in self.parts:
-            if part not in wanted:
+            if part not in required:
                 part.memory.offload()  # before anything is reloaded, so that there is room
-        for part in wanted:
+        for part in required:
             part.memory.reload()
 
 

@@ -170,8 +170,8 @@ def prepare(
             f"train.sequence-length ({sequence_length}): set it to {sequence_length} or less"
         )
     read = list(_prompts(source, data, inputs.tokenizer, model, rewards))
-    kept = [prompt for prompt in read if len(prompt.tokens) <= room]
-    if not kept:
+    fitting = [prompt for prompt in read if len(prompt.tokens) <= room]
+    if not fitting:
         longest = min((len(prompt.tokens) for prompt in read), default=0)
         raise ValueError(
             f"--data.path {source.name}: of {plural(len(read), 'prompt')} none is left"
@@ -183,29 +183,29 @@ def prepare(
                 else ""
             )
         )
-    mixture = Prompts(source.name, kept, rollout.num_generations * rollout.epochs, seed)
+    mixture = Prompts(source.name, fitting, rollout.num_generations * rollout.epochs, seed)
     left_out = (
-        f"skipped: {plural(len(read) - len(kept), 'prompt')} of over {room} tokens "
+        f"skipped: {plural(len(read) - len(fitting), 'prompt')} of over {room} tokens "
         "(--train.sequence-length, --rollout.max-new-tokens)"
     )
     updates = rollout.updates(global_batch_size)
     stale = plural(updates - 1, "update")
     off_policy = f", the last one {stale} off-policy" if updates > 1 else " (on-policy)"
-    shown = inputs.tokenizer.decode(kept[0].tokens)
+    decoded = inputs.tokenizer.decode(fitting[0].tokens)
     description = Description(
-        f"{source.name}: {plural(len(kept), 'prompt')} of {_lengths(kept)} tokens; each iteration "
-        f"samples {rollout.completions(global_batch_size):,} completions for "
+        f"{source.name}: {plural(len(fitting), 'prompt')} of {_lengths(fitting)} tokens; each "
+        f"iteration samples {rollout.completions(global_batch_size):,} completions for "
         f"{plural(updates, 'update')}{off_policy}",
-        changes=(left_out,) if len(kept) < len(read) else (),
-        details=(f"prompt of {kept[0].location}: {shown[:SHOWN]!r}",),
+        changes=(left_out,) if len(fitting) < len(read) else (),
+        details=(f"prompt of {fitting[0].location}: {decoded[:SHOWN]!r}",),
     )
     # the fingerprint shows on resume whether the prompts have changed
     content = hashlib.blake2b(digest_size=8)
-    for prompt in kept:
+    for prompt in fitting:
         # -1, which is no token id, between prompts
         content.update(np.array(prompt.tokens, "<i8").tobytes() + b"\xff" * 8)
     identity = {
-        "data 1": f"{len(kept):,} prompts, hash {content.hexdigest()}",
+        "data 1": f"{len(fitting):,} prompts, hash {content.hexdigest()}",
         "tokenizer": tokenizers.fingerprint(inputs.tokenizer),
         "sequence_length": str(sequence_length),
         "global_batch_size": str(global_batch_size),

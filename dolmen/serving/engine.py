@@ -354,8 +354,10 @@ class Engine:
         # several forwards fill a pipeline: a stage reads the next while another one reads this
         for some in split_forwards(new, pp.size):
             chunks = {key: running[key].next_chunk(count) for key, count in some.items()}
-            wanted, logits = self._runner.forward(chunks)
-            outputs.append(ForwardOutput(chunks, [(key, running[key]) for key in wanted], logits))
+            requested, logits = self._runner.forward(chunks)
+            outputs.append(
+                ForwardOutput(chunks, [(key, running[key]) for key in requested], logits)
+            )
         values = broadcast(outputs, self._never, tp, pp, self.model.device)
         parsed = [output.parse(values) for output in outputs]
         # the stages' sends must have ended before their buffers are freed

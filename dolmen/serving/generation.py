@@ -120,8 +120,8 @@ class Detokenizer:
             certain = at
         else:
             certain = len(self._text) - self._partial_stop()
-        shown, self._shown = self._text[self._shown : certain], max(self._shown, certain)
-        return shown
+        new_text, self._shown = self._text[self._shown : certain], max(self._shown, certain)
+        return new_text
 
     def _partial_stop(self) -> int:
         """Return how many characters at the end of the text may be the beginning of a stop string

@@ -120,25 +120,25 @@ class KVPool:
             # heads and sizes are known only from the first keys and values of a mixer
             self.kept = tuple(t.new_zeros((0, t.shape[1], page_size, t.shape[2])) for t in new)
         self._grow(total)
-        for kept, tensor in zip(self.kept, new, strict=True):
+        for layer_pool, tensor in zip(self.kept, new, strict=True):
             # [pages, page_size, kv_heads, size] as a view, indexed by (page, place): one scatter
-            kept.transpose(1, 2)[slots] = tensor
+            layer_pool.transpose(1, 2)[slots] = tensor
 
     def copy(self, page: int, to: int, total: int) -> None:
         """Copy the contents of a page onto page `to`, after growing the pool to `total` pages."""
         self._grow(total)
-        for kept in self.kept:
-            kept[to] = kept[page]
+        for layer_pool in self.kept:
+            layer_pool[to] = layer_pool[page]
 
     def gather(self, group: PrefillGroup) -> list[Float[Tensor, "sequences length kv_heads _"]]:
         """Copy the past and new tokens of a group from their pages into a rectangle per pool tensor
         (such as keys, values).
         """
         out = []
-        for kept in self.kept:
+        for layer_pool in self.kept:
             # [sequences, pages, kv_heads, page_size, size] -> [sequences, pages * page_size,
             # kv_heads, size]
-            full = kept[group.pages].transpose(2, 3).flatten(1, 2)
+            full = layer_pool[group.pages].transpose(2, 3).flatten(1, 2)
             out.append(full[:, : group.past + group.new])
         return out
 
@@ -146,18 +146,18 @@ class KVPool:
         """Drop all pages but those numbered `before`, which become pages 0, 1, 2, ... in this
         order.
         """
-        self.kept = tuple(kept.index_select(0, before) for kept in self.kept)
+        self.kept = tuple(layer_pool.index_select(0, before) for layer_pool in self.kept)
 
     def _grow(self, total: int) -> None:
         """Grow each tensor of the pool to `total` pages if it has fewer; new pages are 0."""
         if self.kept and len(self.kept[0]) < total:
-            self.kept = tuple(_grow_tensor(kept, total) for kept in self.kept)
+            self.kept = tuple(_grow_tensor(layer_pool, total) for layer_pool in self.kept)
 
 
-def _grow_tensor(kept: Tensor, total: int) -> Tensor:
+def _grow_tensor(layer_pool: Tensor, total: int) -> Tensor:
     """Return a copy with `total` pages; those behind the old ones are 0."""
-    new = kept.new_zeros((total, *kept.shape[1:]))
-    new[: len(kept)] = kept
+    new = layer_pool.new_zeros((total, *layer_pool.shape[1:]))
+    new[: len(layer_pool)] = layer_pool
     return new
 
 
@@ -236,10 +236,10 @@ class LayerBatch:
         for group in batch.groups:
             rows = queries[group.tokens].unflatten(0, (-1, group.new))
             if group.past:
-                kept = self.pool.gather(group)
+                cached = self.pool.gather(group)
             else:  # nothing is cached: the new keys and values are all there is
-                kept = [t[group.tokens].unflatten(0, (-1, group.new)) for t in new_tokens]
-            out.append(of_texts(rows, *kept, group.documents).flatten(0, 1))
+                cached = [t[group.tokens].unflatten(0, (-1, group.new)) for t in new_tokens]
+            out.append(of_texts(rows, *cached, group.documents).flatten(0, 1))
         # padding exists for sequence parallelism only, which needs a multiple of tp tokens
         if len(queries) > batch.num_tokens:
             out.append(out[0].new_zeros((len(queries) - batch.num_tokens, *out[0].shape[1:])))
@@ -345,9 +345,9 @@ class KVCache:
     @property
     def usage(self) -> CacheUsage:
         """The most pages, bytes and rectangle tokens that were held until now."""
-        kept = [t for pool in self.pools for t in pool.kept]
+        tensors = [t for pool in self.pools for t in pool.kept]
         # kv_heads * size numbers per token, pool tensor and layer
-        per_token = sum(t.shape[1] * t.shape[3] * t.itemsize for t in kept)
+        per_token = sum(t.shape[1] * t.shape[3] * t.itemsize for t in tensors)
         return CacheUsage(
             self.table.page_size, self._in_use, self._allocated, self._rectangle, per_token
         )

@@ -110,14 +110,14 @@ def check_finished(output: Path, rows: Iterable[PromptRow]) -> None:
 
     Lines behind an incomplete one are not read: they will be cut off.
     """
-    wanted = iter(rows)
+    remaining = iter(rows)
     with gate.open_file(output) as stream:
         for number, line in enumerate(iter(lambda: stream.readline(LONGEST), b""), 1):
             if not line.strip():
                 continue
             if not line.endswith(b"\n") or (fields := _parse_object(line)) is None:
                 return
-            row = next(wanted, None)
+            row = next(remaining, None)
             if row is None or not _belongs_to(fields, row):
                 what = "is behind the last row's"
                 raise ValueError(

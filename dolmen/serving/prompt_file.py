@@ -201,12 +201,12 @@ class PromptFile:
         again. Raises ValueError where the file has fewer rows than when it was checked.
         """
         # the file is read again from its start: rows are not held in memory
-        wanted = iter(places)
-        place = next(wanted, None)
+        remaining = iter(places)
+        place = next(remaining, None)
         for here, line in enumerate(read_lines(self.file)):
             if here == place:
                 yield line.row()
-                place = next(wanted, None)
+                place = next(remaining, None)
         if place is not None:
             raise ValueError(f"--input {self.file} has changed since it was read")
 

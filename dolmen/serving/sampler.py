@@ -150,8 +150,8 @@ def _parse_token(numbers: Sequence[float], group: SequenceGroup) -> SampledToken
     """Parse a row of numbers (the columns TOKEN, CLOSE, FINITE, then log-probabilities) to a
     sampled token; its log-probability is None if not requested.
     """
-    wanted = group.request.logprobs is not None
-    logprob = _parse_logprob(numbers[LOGPROBS:], group.request.top) if wanted else None
+    with_logprobs = group.request.logprobs is not None
+    logprob = _parse_logprob(numbers[LOGPROBS:], group.request.top) if with_logprobs else None
     close, finite = bool(numbers[CLOSE]), bool(numbers[FINITE])
     return SampledToken(int(numbers[TOKEN]), close, finite, logprob)
 

@@ -197,10 +197,10 @@ def _uncertainty(before: Scores, after: Scores, filter_: Filter) -> Float[Tensor
     edge of the filter is kept instead of filtered out, or the reverse; 0 where none is close.
     `before` and `after`: logits before and after the filter.
     """
-    kept = after > -math.inf
+    candidates = after > -math.inf
     total = before.logsumexp(-1)
-    inside = before.masked_fill(~kept, math.inf).amin(-1)
-    outside = before.masked_fill(kept, -math.inf).amax(-1)
+    inside = before.masked_fill(~candidates, math.inf).amin(-1)
+    outside = before.masked_fill(candidates, -math.inf).amax(-1)
     mass, least = (after.logsumexp(-1) - total).exp(), (inside - total).exp()
     near = filter_.near(Edge(inside, outside, before.amax(-1), mass, least))
     # the token at the edge enters or leaves, and all others are normalized by the kept mass

@@ -356,12 +356,12 @@ class Validator:
         objective = validation_objective(state.objective)
         result = mean_loss(state.model, through(batches), self.mesh, state.schedule, objective)
         # 20 numbers that only the diagram shows
-        shown = without_bins(result.metrics)
-        if len(shown) < len(result.metrics):
-            shown["calibration_error"] = self._write_calibration(result.metrics)
+        metrics_ = without_bins(result.metrics)
+        if len(metrics_) < len(result.metrics):
+            metrics_["calibration_error"] = self._write_calibration(result.metrics)
         # without an update policy and reference are one model: margins are 0, accuracies are chance
         for name in {*objective.names} - {*meaningful_metrics(objective, state.updates)}:
-            del shown[name]
+            del metrics_[name]
         loss, tokens = result.loss, result.tokens
         per_source = self._validate_sources(state, most, through)
         held_out = self.loader.validation_tokens
@@ -386,13 +386,13 @@ class Validator:
             "val_tokens": tokens,
             "tokens": state.tokens,
             **per_source.row(),
-            **{f"val_{name}": value for name, value in shown.items()},
+            **{f"val_{name}": value for name, value in metrics_.items()},
         }
         part = "" if tokens == held_out else f" of {held_out:,}"
         why = ""
         if part and state.step == state.steps and self.loader.cloze is None:
             why = "; limited in a short run, --log.validation-tokens 0 reads all"
-        more = "".join(f", {name} {value:.4f}" for name, value in shown.items())
+        more = "".join(f", {name} {value:.4f}" for name, value in metrics_.items())
         first = (
             f"step {state.step}: validation loss {loss:.4f}{more} on {tokens:,}{part} "
             f"{self.loader.unit}s{why}"

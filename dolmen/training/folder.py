@@ -190,14 +190,14 @@ def require_own_files(out: Path) -> list[tuple[str, str]]:
     """
     ours, foreign = split_by_owner(out)
     if paths := [path for path, _ in foreign]:
-        shown = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
-        shown += (
+        listed = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")
+        listed += (
             f" (not listed as written by dolmen: there is no {LIST})"
             if _read_list(out) is None
             else ""
         )
         raise Unusable(
-            f"--overwrite deletes only files written by dolmen, but {out} also contains {shown}: "
+            f"--overwrite deletes only files written by dolmen, but {out} also contains {listed}: "
             "move or delete it, or give another --out"
         )
     return ours

@@ -162,21 +162,21 @@ class Profile:
         # waiting: what this rank spent in collectives, less what the last rank to arrive spent
         table = table.split_waiting(measured, _least(durations, mesh))
         # the first rank of each stage
-        shown = mesh.dp.rank == mesh.cp.rank == mesh.tp.rank == 0
+        reports = mesh.dp.rank == mesh.cp.rank == mesh.tp.rank == 0
         with _collect_failure(failed):
             if mesh.first:
                 folder.claim(self.out, "profile")
-            if shown:
+            if reports:
                 packed = gzip.compress(recording.trace(), 6, mtime=0)
                 write.replace(self._make() / f"trace-rank-{mesh.rank}.json.gz", packed)
         # failures travel with the tables, so that the first rank reports them for all
-        mine = ((mesh.rank, mesh.pp.rank, table) if shown else None, mesh.rank, failed)
-        everyone = consensus.gather_objects(mine) if mesh.size > 1 else [mine]
+        mine = ((mesh.rank, mesh.pp.rank, table) if reports else None, mesh.rank, failed)
+        gathered = consensus.gather_objects(mine) if mesh.size > 1 else [mine]
         if not mesh.first:
             return []
-        tables = [table for table, *_ in everyone if table is not None]
+        tables = [table for table, *_ in gathered if table is not None]
         text = self._tables(tables, facts, recording.operators(), failed)
-        reasons = [f"on rank {rank}: {reason}" for _, rank, some in everyone for reason in some[:1]]
+        reasons = [f"on rank {rank}: {reason}" for _, rank, some in gathered for reason in some[:1]]
         reasons += [f"on rank {mesh.rank}: {reason}" for reason in failed if not reasons]
         if not reasons:
             return [*text, f"profile: {self._folder()}"]

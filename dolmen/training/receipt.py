@@ -44,11 +44,11 @@ class Receipts:
 
     def __init__(self, file: Path, step: int, mesh: Mesh, dtype: torch.dtype):
         self.mesh, self.operators = mesh, digest_operators(dtype)
-        kept = [row for row in read_receipts(file) if row["step"] <= step] if mesh.first else []
-        self.receipt = kept[-1]["receipt"] if kept else ""
+        earlier = [row for row in read_receipts(file) if row["step"] <= step] if mesh.first else []
+        self.receipt = earlier[-1]["receipt"] if earlier else ""
         self.handle = None
         if mesh.first:
-            write.replace(file, dump_receipts(kept))
+            write.replace(file, dump_receipts(earlier))
             self.handle = write.append(file)
 
     def add(self, state: TrainState, m: StepMetrics) -> None:

@@ -59,10 +59,10 @@ def replay(options: ReplayConfig, guarded: Guard) -> int:
             return code
         repeated = {row["step"]: row for row in read_receipts(out / RECEIPTS)}
     steps = range(before + 1, options.step + 1)
-    found = first_difference(recorded, repeated, steps)
+    difference = first_difference(recorded, repeated, steps)
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    print(f"{span}: {found or 'the bits are those that were recorded'}")
-    return 1 if found else 0
+    print(f"{span}: {difference or 'the bits are those that were recorded'}")
+    return 1 if difference else 0
 
 
 def check(config: RunConfig, recorded: Mapping[int, Receipt], options: ReplayConfig) -> None:
@@ -81,11 +81,11 @@ def check(config: RunConfig, recorded: Mapping[int, Receipt], options: ReplayCon
             "another --step"
         )
     mine, theirs = digest_operators(DTYPES[config.train.dtype]), recorded[options.step]["operators"]
-    others = [name for name in mine if mine[name] != theirs.get(name)]
-    if others:
+    differing = [name for name in mine if mine[name] != theirs.get(name)]
+    if differing:
         raise ValueError(
-            f"this machine gives other bits than the run's in {', '.join(others)}: replay on a CPU "
-            "of the run's kind, with its versions of torch, MKL and oneDNN"
+            f"this machine gives other bits than the run's in {', '.join(differing)}: replay on a "
+            "CPU of the run's kind, with its versions of torch, MKL and oneDNN"
         )
 
 

@@ -166,12 +166,12 @@ def reopen_as(stored: ModelSource, name: str | Path, model: Model) -> ModelSourc
     where it is the same model, else opened again from `name`. The stored head (LM or scalar) stays,
     so a reward model may start from a model with logits.
     """
-    wanted = (
+    requested = (
         with_scalar_head(model)
         if isinstance(stored.spec.head, ScalarHeadSpec)
         else with_lm_head(model)
     )
-    return stored if wanted == stored.model else open_model(name, wanted)
+    return stored if requested == stored.model else open_model(name, requested)
 
 
 def fill_in(resolved: ResolvedRun) -> ResolvedRun:

@@ -59,8 +59,8 @@ def check_machine(
         broken_product = f"any sum: it computes on {mesh.device.type}"
     words = f"{broken_product}, with {torch.get_num_threads()} threads" if broken_product else None
     # one process has no peers to compare with, and perhaps no group
-    everyone = consensus.gather_objects(words) if mesh.size > 1 else [words]
-    for rank, broken in enumerate(everyone):
+    gathered = consensus.gather_objects(words) if mesh.size > 1 else [words]
+    for rank, broken in enumerate(gathered):
         if broken is not None:
             raise ValueError(
                 f"train.numerics exact: rank {rank} has other bits in {broken}: set "

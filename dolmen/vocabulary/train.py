@@ -181,10 +181,10 @@ def check_size(config: VocabTrainConfig, sample: Sample) -> None:
     # tokens that need no text
     fixed = BYTES + (1 if config.kind == "byte-bpe" else FRAME)
     # each token that is learned is a run of the text of its own
-    if (wanted := config.size - fixed) > sample.bytes:
+    if (merges := config.size - fixed) > sample.bytes:
         raise ValueError(
             f"--size is {config.size:,}, but {plural(sample.bytes, 'byte')} of text are too few "
-            f"for {wanted:,} tokens besides single bytes: use --size "
+            f"for {merges:,} tokens besides single bytes: use --size "
             f"{fixed + sample.bytes // 10:,} or less, or more text"
         )
 

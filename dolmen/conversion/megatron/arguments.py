@@ -226,10 +226,10 @@ def _experts(options: MegatronOptions) -> MoESpec:
         raise ValueError("experts without swiglu or with biases are not supported")
     top, groups = options["moe_router_topk"] or 2, options["moe_router_num_groups"] or 1
     # group-limited routing of DeepSeek-V3; all groups without it
-    kept = options["moe_router_group_topk"] or groups
+    groups_per_token = options["moe_router_group_topk"] or groups
     sigmoid = options["moe_router_score_function"] == "sigmoid"
     # Megatron scores a group by the sum of its best topk / group_topk experts
-    best = top // kept if groups > 1 else 1
+    best = top // groups_per_token if groups > 1 else 1
     if best not in (1, 2):
         raise ValueError(
             f"the router scores a group by its best {best} experts: only 1 and 2 are supported"
@@ -251,7 +251,7 @@ def _experts(options: MegatronOptions) -> MoESpec:
             normalise=top > 1 if sigmoid else not options["moe_router_pre_softmax"],
             scale=float(options["moe_router_topk_scaling_factor"] or 1.0),
             groups=groups,
-            groups_per_token=kept,
+            groups_per_token=groups_per_token,
             group_score="top2" if best == 2 else "max",
             bias=bool(options["moe_router_enable_expert_bias"]),
             aux_loss_coef=float(aux if isinstance(aux, (int, float)) else sum(aux)),

@@ -308,8 +308,8 @@ def _states(folder: Path, description: Foreign) -> States:
             module_name = f"{match['start']}{layer}.{rest}"
         name = names.canonical(module_name)
         if name is not None:
-            kept = Kept(folder / where.relative_path, part=(where.offset, where.length))
-            states.setdefault(name.with_layers_before(0), {}).setdefault(expert, []).append(kept)
+            state = Kept(folder / where.relative_path, part=(where.offset, where.length))
+            states.setdefault(name.with_layers_before(0), {}).setdefault(expert, []).append(state)
     return states
 
 

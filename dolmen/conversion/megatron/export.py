@@ -273,11 +273,11 @@ class ExportPlan:
             **{self._key(chunk): {} for chunk in range(self.ranks.virtual_stages)},
         }
         # states are stored as uint8 tensors
-        kept = {
+        fp8_states = {
             name: None if content is None else Spec((len(content),), torch.uint8)
             for name, content in states.items()
         }
-        tensors: dict[str, Any] = {**self.specs(pp, ep, dtype), **kept}
+        tensors: dict[str, Any] = {**self.specs(pp, ep, dtype), **fp8_states}
         for full, spec in tensors.items():
             way = self._way(full)
             here = values

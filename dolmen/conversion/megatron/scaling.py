@@ -47,8 +47,8 @@ def read_extra_state(state: bytes, where: Path) -> list[Scaling]:
     value = load_bytes(state, where)
     if not set(TENSORS) & value.keys():  # of another recipe
         return []
-    kept = [value.get(name) for name in TENSORS]
-    shapes = [tuple(value.shape) if isinstance(value, Tensor) else None for value in kept]
+    fields_ = [value.get(name) for name in TENSORS]
+    shapes = [tuple(value.shape) if isinstance(value, Tensor) else None for value in fields_]
     forward, backward = shapes[0] or (0, 0), shapes[2] or (0, 0)
     # input, weight and output of each product
     number = forward[-1] // 3
@@ -62,7 +62,7 @@ def read_extra_state(state: bytes, where: Path) -> list[Scaling]:
             f"{', '.join(map(str, shapes))}, which do not match {max(1, number)} matrix products",
         )
     assert backward == want[2]
-    histories, scales, back, back_scales = (torch.as_tensor(value).float() for value in kept)
+    histories, scales, back, back_scales = (torch.as_tensor(value).float() for value in fields_)
     for name, scale in zip(TENSORS[1::2], (scales, back_scales), strict=True):
         # a factor: 0 or infinity would destroy the weight
         if not ((scale > 0) & scale.isfinite()).all():
@@ -188,28 +188,28 @@ def read_scales(
     return scales
 
 
-def _join_scaling(name: str, kept: Mapping[int, list[Kept]], param: ParamSpec) -> Scaling | None:
+def _join_scaling(name: str, states: Mapping[int, list[Kept]], param: ParamSpec) -> Scaling | None:
     """Join the states of one weight from all tp ranks (largest amax) and experts (stacked); None
     where all are empty. Raises Refused where ranks differ, or experts are missing.
     """
     scalings: list[Scaling] = []
-    for first in sorted(kept):
-        ranks = [state.read() for state in kept[first]]
+    for first in sorted(states):
+        ranks = [state.read() for state in states[first]]
         histories = {scaling.history.shape for rank in ranks for scaling in rank}
         if len({len(rank) for rank in ranks}) > 1 or len(histories) > 1:
             raise refuse(
-                kept[first][0].file,
+                states[first][0].file,
                 f"has a delayed-scaling state of {name} that differs between tp ranks",
             )
         # each tp rank has seen a part of the weight: the largest amax is that of all
         scalings += [join_scaling(parts) for parts in zip(*ranks, strict=True)]
     if not scalings:
         return None
-    wanted = param.shape[0] if param.stacked else 1
-    if len(scalings) != wanted or len({scaling.history.shape for scaling in scalings}) > 1:
+    expected = param.shape[0] if param.stacked else 1
+    if len(scalings) != expected or len({scaling.history.shape for scaling in scalings}) > 1:
         raise refuse(
-            kept[min(kept)][0].file,
-            f"holds states of {len(scalings)} products, of {name} there are {wanted}, all of one "
+            states[min(states)][0].file,
+            f"holds states of {len(scalings)} products, of {name} there are {expected}, all of one "
             "length",
         )
     if not param.stacked:

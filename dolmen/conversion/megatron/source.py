@@ -123,8 +123,8 @@ def read_checkpoint(folder: Path) -> MegatronCheckpoint:
         raise ValueError(
             f"{folder}: ranks are from different iterations, {sorted(map(str, iterations))}"
         )
-    kept: dict[str, dict[int, list[Kept]]] = {}
-    shards, layers = _shards(ranks, files, sizes, kept)
+    states: dict[str, dict[int, list[Kept]]] = {}
+    shards, layers = _shards(ranks, files, sizes, states)
     return MegatronCheckpoint(
         folder,
         args,
@@ -134,7 +134,7 @@ def read_checkpoint(folder: Path) -> MegatronCheckpoint:
         shards,
         _is_legacy(values),
         layers,
-        states=kept,
+        states=states,
     )
 
 
@@ -185,11 +185,11 @@ def _shards(
     ranks: Mapping[tuple[int, int, int], Mapping[str, Any]],
     files: Mapping[tuple[int, int, int], Path],
     sizes: Sizes,
-    kept: dict[str, dict[int, list[Kept]]],
+    states: dict[str, dict[int, list[Kept]]],
 ) -> tuple[dict[str, Shards], int]:
     """Collect every tensor of the model from all ranks: (canonical name -> files, number of
-    layers). Adds the `_extra_state` of fp8 modules to `kept`. Raises ValueError where ranks lack a
-    part of the model that others have.
+    layers). Adds the `_extra_state` of fp8 modules to `states`. Raises ValueError where ranks lack
+    a part of the model that others have.
     """
     shards: dict[str, Shards] = {}
     # `before`: layers in all earlier stages and chunks
@@ -210,7 +210,7 @@ def _shards(
                     tensors = torch_files.tensors(ranks[at][key], files[at])
                     tensors = shares.split_experts(tensors, hidden, experts)
                     here = max(here, _add_chunk(tensors, at, before, shards))
-                    scaling.place(ranks[at][key], files[at], at, before, experts, kept)
+                    scaling.place(ranks[at][key], files[at], at, before, experts, states)
             before += here
     return shards, before
 

@@ -48,10 +48,12 @@ def dtensor_like(p: Any, values: Tensor) -> Tensor:
 
 def records(unit: FSDPModule) -> list[Record]:
     """Return FSDP's records of the parameters of a unit. 2.11 to 2.13."""
-    kept = vars(unit._get_fsdp_state())
+    state = vars(unit._get_fsdp_state())
     # 2.11 has one group per unit
     groups = (
-        kept["_fsdp_param_groups"] if "_fsdp_param_groups" in kept else [kept["_fsdp_param_group"]]
+        state["_fsdp_param_groups"]
+        if "_fsdp_param_groups" in state
+        else [state["_fsdp_param_group"]]
     )
     return [record for group in groups if group is not None for record in group.fsdp_params]
 

@@ -208,26 +208,26 @@ class MoESpec:
         do not hold enough experts.
         """
         router, number = self.router, self.number
-        groups, kept = router.groups, router.groups_per_token
+        groups, limit = router.groups, router.groups_per_token
         if number % groups:
             raise ValueError(
                 f"num_experts ({number}) is not divisible by n_group ({groups}): set "
                 f"--model.n-group to a divisor, such as {divisor(number, near=groups)}"
             )
-        if not 1 <= kept <= groups:
+        if not 1 <= limit <= groups:
             raise ValueError(
-                f"topk_group ({kept}) must lie in 1 to n_group ({groups}): set --model.topk-group"
+                f"topk_group ({limit}) must lie in 1 to n_group ({groups}): set --model.topk-group"
             )
         best = 2 if router.group_score == "top2" else 1
         # with all groups kept their scores do not matter
-        if kept < groups and number // groups < best:
+        if limit < groups and number // groups < best:
             raise ValueError(
                 f"a group is scored by its best {best} experts, but n_group ({groups}) leaves "
                 f"{number // groups} of {number} in each: set a smaller --model.n-group"
             )
-        if kept * (number // groups) < self.per_token:
+        if limit * (number // groups) < self.per_token:
             raise ValueError(
-                f"topk_group ({kept}) x {plural(number // groups, 'expert')} of a group are fewer "
+                f"topk_group ({limit}) x {plural(number // groups, 'expert')} of a group are fewer "
                 f"than num_experts_per_tok ({self.per_token}): set a larger --model.topk-group"
             )
 

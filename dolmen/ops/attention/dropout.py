@@ -30,13 +30,13 @@ def attention(
     allowed = seen(rows, column, attend.window, attend.starts, attend.reach)
     scores = (q.transpose(1, 2) @ k.transpose(2, 3)) * attend.scale_of(size)
     scores = _scores(scores, attend, rows, column)
-    kept = _keep_mask(attend, rows, column, heads)
+    keep_mask = _keep_mask(attend, rows, column, heads)
     allowed = allowed if allowed.dim() == 2 else allowed[:, None]
     if attend.sinks is not None:  # a last column, seen by all; what it weighs is left out
         column = attend.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), -1)
-        allowed, kept = (F.pad(t, (0, 1), value=True) for t in (allowed, kept))
-    p = _Probabilities.apply(scores, allowed, kept, attend.dropout.p)[..., : k.shape[2]]
+        allowed, keep_mask = (F.pad(t, (0, 1), value=True) for t in (allowed, keep_mask))
+    p = _Probabilities.apply(scores, allowed, keep_mask, attend.dropout.p)[..., : k.shape[2]]
     return (p.to(v.dtype) @ v).transpose(1, 2)
 
 
@@ -83,27 +83,27 @@ class _Probabilities(TypedFunction):
         ctx: Context[tuple[float, torch.dtype]],
         scores: Tensor,
         seen: Tensor,
-        kept: Tensor,
+        keep_mask: Tensor,
         p: float,
     ) -> Tensor:
-        """Return the dropped-out probabilities; `seen` and `kept` are masks, p the probability of
-        dropping.
+        """Return the dropped-out probabilities; `seen` and `keep_mask` are masks, p the probability
+        of dropping.
         """
         wide = torch.promote_types(scores.dtype, torch.float32)
         probabilities = (
             scores.masked_fill(~seen, -torch.inf).softmax(-1, dtype=wide).to(scores.dtype)
         )
         ctx.kept = p, wide
-        ctx.save_for_backward(probabilities, kept)
+        ctx.save_for_backward(probabilities, keep_mask)
         # inverted dropout: the expected value is that without
-        return torch.where(kept, probabilities / (1 - p), 0)
+        return torch.where(keep_mask, probabilities / (1 - p), 0)
 
     @staticmethod
     def backward(
         ctx: Context[tuple[float, torch.dtype]], g: Tensor
     ) -> tuple[Tensor, None, None, None]:
         """Return the gradient of the scores."""
-        (probabilities, kept), (p, wide) = ctx.saved_tensors, ctx.kept
-        dp = torch.where(kept, g / (1 - p), 0).to(wide)
+        (probabilities, keep_mask), (p, wide) = ctx.saved_tensors, ctx.kept
+        dp = torch.where(keep_mask, g / (1 - p), 0).to(wide)
         dscores = compute.softmax_backward(dp, probabilities.to(wide), -1, wide).to(g.dtype)
         return dscores, None, None, None

@@ -200,7 +200,7 @@ def run(
     starts per sequence. `back`: keys start where the first token's document does, and are picked
     from all keys from 0 on; else the run's own tokens are its keys.
     """
-    queries, keys, kept, stop = [], [], [], first + length
+    queries, keys, visible, stop = [], [], [], first + length
     for row_starts in starts:
         inner = [begin for begin in row_starts if first < begin < stop]
         lengths = [b - a for a, b in zip([first, *inner], [*inner, stop], strict=True)]
@@ -209,14 +209,14 @@ def run(
         queries += lengths
         keys += [lengths[0] + before, *lengths[1:]]
         # each sequence has `stop` keys in the flattened [batch * stop]
-        kept.append((first - before + len(kept) * stop, (len(kept) + 1) * stop))
+        visible.append((first - before + len(visible) * stop, (len(visible) + 1) * stop))
     bounds = torch.tensor([queries, keys], dtype=torch.int32).cumsum(1, dtype=torch.int32)
     bounds = to_device(F.pad(bounds, (1, 0)), device)
     # rounded up to 128, so that fewer lengths differ
     longest = torch.empty((-(-max(keys) // 128) * 128, 0), device=device)
     picked = None
     if back and first > 0:
-        picked = torch.cat([torch.arange(*part, device=device) for part in kept])
+        picked = torch.cat([torch.arange(*part, device=device) for part in visible])
     out = Run(first, length, starts, picked, bounds[0], bounds[1], longest)
     for size in (out.queries, out.keys, out.longest, *([] if picked is None else [picked])):
         # from the first batch on, lest each size that changes be a compilation of every block

@@ -105,7 +105,7 @@ class Search:
             return
         ends, first = min((start + works[index].seconds, index) for start, index in known)
         rank = works[first].rank
-        kept, self.waiting[rank] = self.waiting[rank], frozenset()
+        waiting, self.waiting[rank] = self.waiting[rank], frozenset()
         # W last: most often the best, which cuts the others short
         for start, index in sorted(known, key=lambda item: (works[item[1]].kind == "W", item[0])):
             if works[index].rank == rank and start < ends:
@@ -113,9 +113,9 @@ class Search:
                 yield
                 partial.undo()
         if works[first].kind == "F" and self._could_fill(rank):
-            self.waiting[rank] = kept | {first}
+            self.waiting[rank] = waiting | {first}
             yield
-        self.waiting[rank] = kept
+        self.waiting[rank] = waiting
 
     def _could_fill(self, rank: int) -> bool:
         """Return whether the rank's slots may run out, so that the order of forwards decides what

@@ -206,12 +206,12 @@ def check_objective(resolved: ResolvedRun) -> None:
     """
     config = resolved.config
     objective, rows = config.objective, config.data.rows
-    wanted = objective.rows or (rows if rows in ("text", "chats") else "chats")
-    if rows != wanted:
+    required = objective.rows or (rows if rows in ("text", "chats") else "chats")
+    if rows != required:
         kind = f" with loss-type {objective.loss_type}" if objective.name == "dpo" else ""
         raise ValueError(
             f"objective.name {objective.name}{kind} and data.rows {rows} do not fit together: use "
-            f"--data.rows {wanted}, or another objective"
+            f"--data.rows {required}, or another objective"
         )
     if objective.name != "reward" and isinstance(config.spec.head, ScalarHeadSpec):
         raise ValueError(

@@ -115,10 +115,11 @@ def no_eos_learned(resolved: ResolvedRun, loader: Loader) -> str | None:
     last = [examples.last_learned(int(i)) for i in loader.mixture.chosen[:LOOKED_AT]]
     if eos_tokens & {*last}:
         return None
-    shown = printable(loader.tokenizer.decode([last[0]]))
+    decoded = printable(loader.tokenizer.decode([last[0]]))
     return (
-        f"completions end with {shown!r} (token {last[0]}), which is not an EOS token: generation "
-        "will not stop there. Use --data.template alpaca, whose completions end with the "
+        f"completions end with {decoded!r} (token {last[0]}), which is not an EOS token: "
+        "generation will not stop there. Use --data.template alpaca, "
+        "whose completions end with the "
         "tokenizer's EOS token, or give the end of a completion when generating (--stop)"
     )
 
