@@ -284,11 +284,11 @@ class Checkpoint:
     every tensor (`model/NAME`, `exp_avg/NAME`, ...).
     """
 
-    def __init__(self, folder: Path):
-        """Open the checkpoint in step folder `folder` and check the sizes of its files. Raises
-        Damaged.
+    def __init__(self, folder: Path, remote: RemoteFiles | None = None):
+        """Open the checkpoint in step folder `folder` and check the sizes of its files. `remote`
+        has the files of tensors that are not there. Raises Damaged.
         """
-        self._reader = Reader(folder)
+        self._reader = Reader(folder, remote)
         self._reader.check_files()
         self.folder, self.meta = folder, self._reader.state
         self.specs = {

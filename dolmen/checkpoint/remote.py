@@ -34,7 +34,7 @@ from pathlib import Path
 
 from dolmen.checkpoint import folders, seal
 from dolmen.checkpoint.folders import FILE, METADATA, SEAL, STATE, Damaged
-from dolmen.checkpoint.reader import Reader
+from dolmen.checkpoint.reader import Checkpoint, Reader
 from dolmen.files import gate, storage, write
 from dolmen.files.storage import RemoteFolder, StoredFile
 
@@ -237,6 +237,16 @@ def pull_model(url: str) -> Path:
     folder = checkpoints.pull_step(step)
     Reader(folder, checkpoints.open_step(step)).fetch_all()
     return folder
+
+
+def open_working_copy(folder: Path) -> Checkpoint:
+    """Open the checkpoint in a step folder. If that is in a folder in which a run at a URL works,
+    files of tensors that it lacks are downloaded when they are read. Raises Damaged.
+    """
+    url, match = storage.working_url(folder.parent), folders.WHOLE.fullmatch(folder.name)
+    if url is None or match is None:
+        return Checkpoint(folder)
+    return Checkpoint(folder, RemoteCheckpoints(url, folder.parent).open_step(int(match[1])))
 
 
 def pin_url(url: str, folder: Path) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.checkpoint import folders, reader
+from dolmen.checkpoint import folders, reader, remote
 from dolmen.checkpoint.folders import STATE, Damaged
 from dolmen.checkpoint.saved import model_of, read_saved
 from dolmen.conversion.sidecars import pad_vocabulary, with_special_tokens
@@ -225,7 +225,7 @@ def open_run(folder: Path, model: Model | None = None) -> RunCheckpoint:
     """Open the checkpoint in a step folder; `model` replaces the run's own model (same weights,
     other config). Raises Damaged where the checkpoint or its saved options cannot be read.
     """
-    checkpoint = reader.open_checkpoint(folder)
+    checkpoint = remote.open_working_copy(folder)
     # state.json holds the run's resolved options, from which the model is built again
     saved = read_saved(checkpoint.meta, folder)
     try:

@@ -49,6 +49,7 @@ T = TypeVar("T")
 
 COPIES, RUNS = "~/.cache/dolmen/storage", "~/.cache/dolmen/runs"
 SUMS = ".dolmen-sums"
+LOCAL_SCHEMES = ("file", "local")
 UNFINISHED = b'{"unfinished": true}'
 BLOCK = 16 * 2**20  # bytes of one request of a download
 THREADS = 8  # requests of a download at once
@@ -86,7 +87,7 @@ class RemoteFolder:
 
         self.url = url.rstrip("/")
         # of a local file system the folders must be made, and a rename is atomic
-        self._is_local = url.startswith(("file://", "local://"))
+        self._is_local = url.partition("://")[0] in LOCAL_SCHEMES
         try:
             self._system, root = url_to_fs(url, **({"auto_mkdir": True} if self._is_local else {}))
         except ImportError as error:
@@ -342,6 +343,16 @@ def working_folder(url: str) -> Path:
     `local_copy`.
     """
     return local_copy(url, RUNS)
+
+
+def working_url(folder: Path) -> str | None:
+    """Return the URL whose working folder `folder` is; None for a folder that is not in RUNS."""
+    runs = expand(RUNS).absolute()
+    if not folder.absolute().is_relative_to(runs):
+        return None
+    scheme, _, path = folder.absolute().relative_to(runs).as_posix().partition("/")
+    # a local path begins with a slash
+    return f"{scheme}://{'/' if scheme in LOCAL_SCHEMES else ''}{path}" if path else None
 
 
 def pull_file(url: str) -> Path | None:

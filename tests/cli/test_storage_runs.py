@@ -10,6 +10,7 @@ import tinyrun
 from tinyrun import dolmen, losses, same, tensors
 
 from dolmen.files import storage
+from dolmen.training import mirror
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 FIXED = ("--optimizer.schedule", "constant", "--log.validate-every", 0, "--checkpoint.every", 2)
@@ -64,6 +65,26 @@ def test_a_restart_on_a_host_that_has_nothing(material, tmp_path, machine, monke
         monkeypatch.setenv(name, str(value))
     result = dolmen(*words, 4)
     assert result.code == 0 and "resuming from step 2" in result.out, result.err
+
+
+def test_the_initial_model_is_on_the_first_machine_alone(material, tmp_path, machine):
+    """The newest checkpoint stands in for it; its tensors are downloaded once, when they are
+    read.
+    """
+    url, init = f"file://{tmp_path}/bucket/run", tmp_path / "init"
+    shutil.copytree(material.model, init)
+    words = ("--data.path", material.docs, "--train.sequence-length", 16, "--out", url, *FIXED)
+    words = (*words, "--train.global-batch-size", 4, "--data.cache", tmp_path / "cache")
+    result = dolmen("train", "pretrain", "--init", init, *words, "--train.steps", 2)
+    assert result.code == 0, result.err
+    shutil.rmtree(init)
+    machine("second")
+    result = dolmen("train", f"{url}/config.yaml", "--resume", "--train.steps", 3)
+    assert result.code == 0 and "resuming from step 2" in result.out, result.err
+    machine("third")
+    mirror.pull_run(url, storage.working_folder(url))
+    exported = dolmen("export", storage.working_folder(url), "--to", tmp_path / "exported")
+    assert exported.code == 0, exported.err
 
 
 def test_a_local_run_is_uploaded_too(material, tmp_path, machine):

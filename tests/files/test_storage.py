@@ -193,3 +193,11 @@ def test_hostile_listing_is_bounded(system):
     system.pipe_file("/bucket/model/big", b"x" * 100)
     with pytest.raises(Refused, match="has more than 10 bytes"):
         RemoteFolder(URL).read("big", StoredFile(100, 0), 10)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "file:///tmp/run", "memory://a/b c/d"])
+def test_a_working_folder_has_its_url(url, tmp_path):
+    folder = storage.working_folder(url)
+    assert storage.working_url(folder) == url
+    assert storage.working_url(folder / "checkpoints") == f"{url}/checkpoints"
+    assert storage.working_url(tmp_path) is None
