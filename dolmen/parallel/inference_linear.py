@@ -200,7 +200,7 @@ def prepack(weight: Tensor, kind: Weights, inputs: Axis = SINGLE.tp) -> Prepacke
     weight, another dtype, no oneDNN). None for what is not one matrix. `inputs`: the axis that
     splits the weight's inputs (row-parallel); with int8 collective over it.
     """
-    if weight.ndim != 2 or not _gains(*weight.shape, weight.dtype, kind):
+    if weight.ndim != 2 or not _gains(weight.shape[0], weight.shape[1], weight.dtype, kind):
         return None
     if kind == "int8":
         if not multiplies_integers() or weight.shape[1] * inputs.size > MAX_INT32_INPUTS:
