@@ -6,6 +6,8 @@ disturbed.
         other options go to `dolmen train`, for both runs
     python benchmarks/chaos.py --torchrun 2
         the restarts are those of torchrun's elastic agent
+    python benchmarks/chaos.py --elastic --kills 20 --steps 4000
+        agents of torchrun, 2 to 4 of them, die, join, and lose workers (agents.py); exact numerics
     python benchmarks/chaos.py --ppo --kills 8 --steps 60
         a policy and its critic, which learn from what the policy draws
 
@@ -23,6 +25,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import torch
 import yaml
@@ -32,6 +35,8 @@ from rich.table import Table
 if not __package__:  # run as a file: Python then looks for `benchmarks` beside it
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.agents import KINDS as KINDS_OF_EVENTS
+from benchmarks.agents import RENDEZVOUS, Cluster, Event, disturb
 from benchmarks.killing import Kills, kill_one, logged, workers
 from dolmen.checkpoint.reader import locate, open_checkpoint
 from dolmen.data.tokenizer import train_bpe
@@ -45,6 +50,7 @@ PPO = {
 }
 """Phases of PHASE updates of 8 answers."""
 MODEL = dict(
+    model_type="llama",
     vocab_size=300,
     hidden_size=128,
     intermediate_size=256,
@@ -54,6 +60,15 @@ MODEL = dict(
     head_dim=32,
     max_position_embeddings=64,
 )
+
+
+ELASTIC = [
+    *("--train.numerics", "exact", "--train.exact.tp", "1", "--layout.reduction", "fixed"),
+    *("--model.hidden-size", "32", "--model.intermediate-size", "48", "--model.head-dim", "8"),
+    *("--model.num-hidden-layers", "2", "--train.sequence-length", "16"),
+]
+"""A model so small that a restart takes longer than a hundred steps."""
+SNAPSHOTS = ["--checkpoint.snapshot-every", "5"]
 
 
 def corpus(folder: Path, ppo: bool = False) -> Path:
@@ -196,9 +211,10 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--torchrun", type=int, help="processes to start by torchrun, and not by dolmen"
     )
+    parser.add_argument("--elastic", action="store_true", help="agents of torchrun die and join")
     parser.add_argument("--ppo", action="store_true", help="a run that draws what it learns from")
     given, words = parser.parse_known_args()
-    words = words or ["--layout.tp", "2"]
+    words = words or (ELASTIC if given.elastic else ["--layout.tp", "2"])
     return given, [
         *words,
         "--train.steps",
@@ -242,6 +258,46 @@ def disturbed(runs: Runs, wanted: int, seed: int, screen: Console) -> tuple[Kill
     return kills, time.monotonic() - began, bool(workers(launcher.pid))
 
 
+def elastic(runs: Runs, given: argparse.Namespace, screen: Console) -> list[Event]:
+    """Disturb the run `wild`, with snapshots in memory; print and return what was done."""
+    logs = runs.folder / "logs"
+    logs.mkdir()
+    argv = [
+        str(runs.file),
+        "--out",
+        str(runs.wild),
+        "--resume",
+        "--spares",
+        *runs.words,
+        *SNAPSHOTS,
+    ]
+    with Cluster(argv, runs.wild, logs) as cluster:
+        events = disturb(cluster, given.kills, given.seed, screen.print)
+        shown = Table(
+            "", "events", "median s", "worst s", title="from a disturbance to the next step"
+        )
+        for kind in (*KINDS_OF_EVENTS, "all"):
+            seconds = [event.seconds for event in events if kind in (event.kind, "all")]
+            if seconds:
+                row = f"{median(seconds):.1f}", f"{max(seconds):.1f}"
+                shown.add_row(kind, str(len(seconds)), *row)
+        screen.print(shown)
+        settings = ", ".join(f"{name} {value}" for name, value in RENDEZVOUS.items())
+        changes = sum(a.dp != b.dp for a, b in zip(events, events[1:], strict=False))
+        restored = cluster.said().count("in memory is newer")
+        screen.print(
+            f"changes of dp: {changes}; resumed from memory: {restored}; rendezvous: {settings}"
+        )
+    return events
+
+
+def compare(runs: Runs) -> tuple[bool, bool]:
+    """Whether final weights and optimizer state, and all losses, of both runs are equal."""
+    a, b = tensors(runs.calm), tensors(runs.wild)
+    equal = a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    return equal, losses(runs.calm) == losses(runs.wild)
+
+
 def main() -> int:
     (given, words), screen = arguments(), Console()
     with tempfile.TemporaryDirectory(prefix="chaos_") as name:
@@ -250,10 +306,13 @@ def main() -> int:
         runs = Runs(folder, corpus(folder, given.ppo), words, given.torchrun, kinds)
         calm = undisturbed(runs)
         screen.print(f"undisturbed: {given.steps} steps in {calm:.0f} s")
+        if given.elastic:
+            events = elastic(runs, given, screen)
+            equal, same = compare(runs)
+            screen.print(f"weights and optimizer state equal: {equal}; losses of all steps: {same}")
+            return 0 if equal and same and len(events) >= given.kills else 1
         kills, wild, left = disturbed(runs, given.kills, given.seed, screen)
-        a, b = tensors(runs.calm), tensors(runs.wild)
-        equal = a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
-        same = losses(runs.calm) == losses(runs.wild)
+        equal, same = compare(runs)
         again = str(runs.said(runs.wild).count("dolmen: restart "))
         restarts = "by torchrun" if given.torchrun else again
         screen.print(table(kills, restarts, (calm, wild), given.steps, equal, same))

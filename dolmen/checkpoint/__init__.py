@@ -2,6 +2,7 @@
 
 store.py      `Checkpoints`: save in the background, load, keep the newest
 writer.py     copies tensors to host memory and writes them
+memory.py     snapshots in the memory of the hosts, which outlive the workers
 remote.py     checkpoints at a URL
 reader.py     the reader, which executes nothing; a checkpoint as a stream of whole tensors
 saved.py      what state.json keeps next to the tensors

@@ -168,6 +168,30 @@ def job() -> str:
     named = os.environ.get(strings.RUN, "none")
     if named != "none":
         return f"run {named}"
+    return parent()
+
+
+def agent() -> str:
+    """Return an id of the torchrun agent that started this process; empty without one, and where
+    the engine keeps the job's id over restarts. torchrun counts failures alone: where an agent
+    joins, all workers start again with the same count.
+    """
+    by_torchrun = strings.RUN in os.environ and not launched_here()
+    return parent() if by_torchrun and not recovered_job() else ""
+
+
+def store_answers() -> bool:
+    """Return whether the store at MASTER_ADDR and MASTER_PORT accepts connections."""
+    try:
+        place = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+        socket.create_connection(place, 5).close()
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def parent() -> str:
+    """Return an id of the process that started this one, which no other process has."""
     launcher = os.getppid()
     # field 22 of stat: when the launcher started, as its pid may be used again
     start_time = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]

@@ -9,8 +9,13 @@ fails. So the ranks of each start first agree on a name of their own.
               round, until all went
 
 torch lets one name a way to meet: `init_process_group("dolmen://")` is "env://" and then this.
+
+As a program it is the store of torchrun's agents, in a process of its own: an agent that hosts it
+cannot be lost (docs/how-to/elastic.md).
 """
 
+import signal
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -70,3 +75,20 @@ def register() -> str:
     except RuntimeError:
         pass  # it has been
     return URL
+
+
+def serve(port: int) -> None:
+    """Serve a rendezvous store on `port` (0: any free one) until this process is killed, and print
+    the port. Started as `python -m dolmen.launch.rendezvous PORT`.
+    """
+    # documented as torch.distributed's, where it is imported without being listed
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    print(f"rendezvous store on port {store.port}", flush=True)
+    while True:
+        signal.pause()
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]))

@@ -45,11 +45,22 @@ class CheckpointConfig:
     """Steps between checkpoints; 0 saves the last one only."""
     keep: Count = 2
     """Newest checkpoints kept; 0 keeps all."""
+    snapshot_every: Count = 0
+    """Steps between snapshots in memory (/dev/shm), each with a copy on another host, from which a
+    restart resumes if they are newer than the newest checkpoint; 0: none.
+    """
     to: Name | None = None
     """URL to which the run is uploaded too, such as s3://bucket/run: checkpoints as they are saved,
     everything else with them and at the end. --resume downloads what --out lacks. Default: --out,
     if that is a URL.
     """
+
+    def __post_init__(self):
+        if self.snapshot_every and self.to is not None:
+            raise ValueError(
+                f"checkpoint.snapshot-every ({self.snapshot_every}) needs a folder that all hosts "
+                "share, and checkpoint.to is set: leave one of them out"
+            )
 
 
 TRACKER_NAMES = ("tensorboard", "wandb", "trackio")

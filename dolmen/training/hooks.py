@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch.distributed.checkpoint.api import CheckpointException
 
+from dolmen.checkpoint.memory import MemorySnapshots
 from dolmen.checkpoint.saved import Saved
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core.config import to_dict
@@ -67,6 +69,7 @@ class TrainingHooks:
         started_at: float,
         on_metrics: MetricsCallback | None,
         timeline: GoodputTimer,
+        snapshots: MemorySnapshots | None,
     ):
         self.stop = stop
         # a dynamic loss scale starts at 2^16 and is halved at each overflow: 16 skipped steps in a
@@ -80,7 +83,7 @@ class TrainingHooks:
         self.loader = loader
         self.mesh = mesh
         self.out = out
-        self.checkpoints = checkpoints
+        self.checkpoints, self.snapshots = checkpoints, snapshots
         self.flops = count.training_flops_per_token(run.trained, run.sequence_length)
         self.peak = peak
         self.began = started_at
@@ -142,6 +145,7 @@ class TrainingHooks:
             *hooks,
             (1, self.ranks),
             (self.run.checkpoint.every, self.save),
+            (self.run.checkpoint.snapshot_every, self.snapshot),
             (1, self.poll),
             (1, self.collect_garbage),
         ]
@@ -309,7 +313,24 @@ class TrainingHooks:
         """Start to save a checkpoint of this step, in the background, and add a row to
         history.jsonl. Every rank calls it.
         """
-        saved = Saved(
+        self.checkpoints.save(state.step, state.tensors(), self._checkpoint_state(state).meta())
+        self.history.add(state.step, {"saved": True})
+
+    def snapshot(self, state: TrainState, m: StepMetrics) -> None:
+        """Start to save a snapshot of this step in memory, in the background. Every rank calls it.
+        One that fails is reported, and the run continues with the one before.
+        """
+        # the last step, after which every hook is called, is a checkpoint
+        if self.snapshots is None or state.step % self.run.checkpoint.snapshot_every:
+            return
+        try:
+            self.snapshots.save(state.step, state.tensors(), self._checkpoint_state(state).meta())
+        except (OSError, RuntimeError, CheckpointException) as error:
+            self.line.say(f"WARNING: the last snapshot in memory was not saved: {error}")
+
+    def _checkpoint_state(self, state: TrainState) -> Saved:
+        """Return what a checkpoint of this step stores besides tensors."""
+        return Saved(
             run=to_dict(self.run),
             step=state.step,
             tokens=state.tokens,
@@ -324,8 +345,6 @@ class TrainingHooks:
             validation=self.validator.kept,
             critic=None if state.critic is None else state.critic.save(),
         )
-        self.checkpoints.save(state.step, state.tensors(), saved.meta())
-        self.history.add(state.step, {"saved": True})
 
     def poll(self, state: TrainState, m: StepMetrics) -> None:
         """Raise NotSaved as soon as a save in the background has failed, on every rank, and not

@@ -34,6 +34,10 @@ class LaunchOptions:
     """
     max_restarts: Count = 0
     """Restarts after a failure; the run resumes by itself from its newest complete checkpoint."""
+    spares: bool = False
+    """Train with the largest number of processes that works, where torchrun or another launcher
+    has started more; the others wait, and take part after the next restart.
+    """
 
 
 @config()

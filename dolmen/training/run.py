@@ -16,13 +16,14 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
+from dolmen.checkpoint.memory import MemorySnapshots, clear_memory, memory_folder, restore
 from dolmen.checkpoint.saved import Saved, Validation
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core import determinism
 from dolmen.core.mesh import Mesh
 from dolmen.data.base_loader import Loader
 from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.files import gate, write
+from dolmen.files import gate, kinds, write
 from dolmen.launch import process
 from dolmen.launch.watchdog import Watch
 from dolmen.optim.optimizer import DTYPES
@@ -229,8 +230,9 @@ def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -
     """
     if job.start.overwrite:
         on_first_rank(job.mesh, lambda: folder.clear_run(job.out, job.start.owner))
-    elif process.recovered_job() and not job.start.restarted:
+    elif process.agent() or (process.recovered_job() and not job.start.restarted):
         on_first_rank(job.mesh, lambda: folder.record_jobs(job.out, job.start.owner))
+    snapshots = _open_snapshots(job)
     saved = None
     if job.start.resumed:
         job.timeline.switch("restore")
@@ -250,13 +252,15 @@ def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -
     if job.mesh.first:
         idle, start = state.step >= state.steps, job.start
         job.timeline.open(job.out / FILE, saved is not None, start.restarted, idle, state.step)
-    hooks = _open_hooks(job, state, saved)
+    hooks = _open_hooks(job, state, saved, snapshots)
     ended = "failed"
     try:
         if saved is None and job.config.log.validate_sources and job.loader.validation_by_source:
             hooks.validate(state, None)
         signal = _run_steps(job, state, hooks)
         job.checkpoints.finish()
+        if snapshots is not None:
+            snapshots.close(done=not signal)
         ended = signals.Signals(signal).name if signal else "done"
     finally:
         hooks.close(state.step, ended)
@@ -269,6 +273,26 @@ def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -
     else:
         seconds = time.monotonic() - job.began
     return _outcome(state, job, hooks.validator.last, seconds, signal)
+
+
+def _open_snapshots(job: _Job) -> MemorySnapshots | None:
+    """Return the run's snapshots in memory, None without --checkpoint.snapshot-every. A restart
+    first writes the newest one as a checkpoint, if it is newer than those there are; any other
+    start deletes them.
+    """
+    if not job.config.checkpoint.snapshot_every:
+        return None
+    owner = job.start.owner or process.parent()
+    memory = memory_folder(job.out, owner.splitlines()[0])
+    if job.start.restarted:
+        restored = restore(memory, job.out / "checkpoints", job.mesh)
+        if restored is not None:
+            job.console.print(
+                f"the snapshot of step {restored} in memory is newer than any checkpoint"
+            )
+    else:
+        clear_memory(memory, job.mesh)
+    return MemorySnapshots(memory, process.parent(), job.mesh)
 
 
 def set_length(job: _Job, state: TrainState) -> None:
@@ -310,7 +334,9 @@ def write_tokenizer(out: Path, tokenizer: PreTrainedTokenizer) -> None:
     folder.claim_files(out, "tokenizer")
 
 
-def _open_hooks(job: _Job, state: TrainState, saved: Saved | None) -> TrainingHooks:
+def _open_hooks(
+    job: _Job, state: TrainState, saved: Saved | None, snapshots: MemorySnapshots | None
+) -> TrainingHooks:
     """Print the run's header and warnings, open its files, and return its hooks. `saved` is the
     state of the checkpoint that was resumed, or None. Rollouts made with options that have changed
     since are deleted.
@@ -334,6 +360,7 @@ def _open_hooks(job: _Job, state: TrainState, saved: Saved | None) -> TrainingHo
         job.began,
         job.on_metrics,
         job.timeline,
+        snapshots,
     )
     hooks.validator.begin(None if saved is None else saved.validation)
     changed = changes_since(saved, config, loader) if saved is not None else []
@@ -428,3 +455,9 @@ def summary(outcome: Outcome, out: Path) -> None:
         for name, value in asdict(outcome).items()
     }
     write.replace(out / "summary.json", json.dumps(row, indent=1))
+
+
+def read_summary(out: Path) -> Outcome:
+    """Return the outcome that `summary` wrote into the folder. Raises Refused."""
+    row = gate.read_json(out / "summary.json", kinds.SUMMARY)
+    return Outcome(**{**row, "validation_files": tuple(row["validation_files"])})

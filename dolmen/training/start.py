@@ -178,8 +178,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StartMode:
-    """The way a run starts. `owner` lists the ids of the launchers' jobs; it is written into the
-    folder when that is emptied, so that their restarts do not empty it again.
+    """The way a run starts. `owner` lists the ids of the launchers' agents and jobs, a line each,
+    those of the first start first; it is written into the folder when that is emptied, so that
+    their restarts do not empty it again.
     """
 
     resumed: bool = False
@@ -223,6 +224,7 @@ def agree_on_start(
     job: str,
     checked: bool,
     recovered: bool = False,
+    agent: str = "",
     refusal: str | None = None,
 ) -> StartMode:
     """Return the way that the run starts, agreed on by all ranks, which call it right after
@@ -230,9 +232,10 @@ def agree_on_start(
 
     `restarts` and `job` are the number of restarts and the job id that this rank's launcher
     reports; `checked`: the folder was checked before the processes started; `recovered`: the
-    launcher does not count restarts but keeps the job id over them. Raises ValueError with the same
-    message on every rank where ranks differ, where one has an error (`refusal`), and for a folder
-    that cannot be used.
+    launcher does not count restarts but keeps the job id over them; `agent`: id of this rank's
+    agent of torchrun, which does not count the restarts by which agents join. Raises ValueError
+    with the same message on every rank where ranks differ, where one has an error (`refusal`), and
+    for a folder that cannot be used.
     """
     out, resume, overwrite = request.out, request.handling.resume, request.handling.overwrite
     consensus.require_same(
@@ -241,15 +244,18 @@ def agree_on_start(
     if refusal:
         raise ValueError(refusal)
     # after a failure on one host only its count is sure to rise
-    counts, jobs = zip(*consensus.gather_objects((restarts, job)), strict=True)
-    owner, restarted = "\n".join(sorted({j for j in jobs if j})), max(counts) > 0
+    counts, jobs, agents = zip(*consensus.gather_objects((restarts, job, agent)), strict=True)
+    starters = [name for name in sorted({*agents}) + sorted({*jobs}) if name]
     # a kill may have come before the first start has emptied the folder: then it still has to
-    known = bool(set(jobs) & consensus.run_on_rank_zero(lambda: _owners(out)))
-    restarted = restarted or (recovered and known)
+    owners = consensus.run_on_rank_zero(lambda: _owners(out))
+    known = bool({*jobs, *agents} & {*owners})
+    restarted = max(counts) > 0 or (recovered and known) or bool({*agents} & {*owners})
     if not restarted:
         if not checked:
             consensus.run_on_rank_zero(lambda: _check(request))
-        return StartMode(resume, overwrite, False, owner)
+        return StartMode(resume, overwrite, False, "\n".join(starters))
+    # those of the first start stay the first
+    owner = "\n".join(dict.fromkeys([*owners, *starters] if known else starters))
     goes_on = not overwrite or known
     return StartMode(resumed=goes_on, overwrite=not goes_on, restarted=True, owner=owner)
 
@@ -304,6 +310,6 @@ def _check(request: TrainRequest) -> None:
         check_resume(request.config, request.out)
 
 
-def _owners(out: Path) -> set[str]:
-    """Return the ids of the jobs that the folder lists (`clear_run`, `record_jobs`)."""
-    return set(gate.read_text(out / OWNER, 2**20).splitlines()) if (out / OWNER).exists() else set()
+def _owners(out: Path) -> list[str]:
+    """Return the ids of the jobs and agents that the folder lists (`clear_run`, `record_jobs`)."""
+    return gate.read_text(out / OWNER, 2**20).splitlines() if (out / OWNER).exists() else []

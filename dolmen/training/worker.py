@@ -38,7 +38,7 @@ from dolmen.launch.watchdog import Watch, network_limit
 from dolmen.rl import environment, rewards
 from dolmen.training import mirror
 from dolmen.training.checks.folder import check_overwrite, check_resume
-from dolmen.training.checks.run import check_evaluation, validate
+from dolmen.training.checks.run import check_evaluation, usable_processes, validate
 from dolmen.training.config import RunConfig
 from dolmen.training.finish import finish
 from dolmen.training.folder import Unusable
@@ -47,7 +47,7 @@ from dolmen.training.loop import Stop
 from dolmen.training.metrics import MetricsCallback
 from dolmen.training.request import TrainRequest
 from dolmen.training.resolve import checkpoint_to_resume, load_data, open_data, resolve
-from dolmen.training.run import Outcome, Prepared, run_training, summary
+from dolmen.training.run import Outcome, Prepared, read_summary, run_training, summary
 from dolmen.training.start import StartMode, agree_on_start
 
 Guard = Callable[[Callable[[], int]], int]
@@ -81,6 +81,11 @@ def join(
     if process.one_store() and not dist.is_initialized():
         # torchrun keeps its store over restarts: keys of the attempt before would be read again
         started = replace(started, rendezvous=rendezvous.register())
+    if request.handling.spares:
+        size = usable_processes(request.config, started.world_size)
+        if started.rank >= size:
+            return wait_as_spare(request.out, started, size)
+        started = replace(started, world_size=size)
     device, refusal, prepared = devices.CPU, None, None
     try:
         device = devices.choose_device(request.config.train.device, started, DEVICE)
@@ -91,6 +96,29 @@ def join(
     except (BadInput, ValueError) as error:
         refusal = str(error)
     return worker(request, started, device, prepared, refusal, on_metrics, handles_signals)
+
+
+SPARE_PATIENCE = 120.0  # seconds without a store after which a spare gives up
+
+
+def wait_as_spare(out: Path, started: Launch, size: int) -> Outcome:
+    """Wait until the run of the first `size` processes has written its summary, and return it. A
+    restart ends this process. Raises Failed where the store of rank 0 is gone for long.
+    """
+    print(
+        f"rank {started.rank} of {started.world_size} waits as a spare: {size} processes train",
+        flush=True,
+    )
+    file = out / "summary.json"
+    before = file.stat().st_mtime_ns if file.exists() else None
+    seen = time.monotonic()
+    while not file.exists() or file.stat().st_mtime_ns == before:
+        time.sleep(0.5)
+        if process.store_answers():
+            seen = time.monotonic()
+        elif time.monotonic() - seen > SPARE_PATIENCE:
+            raise Failed(f"rank {started.rank} waited as a spare, and the store of rank 0 is gone")
+    return read_summary(out)
 
 
 def finish_run(request: TrainRequest, started: Launch | None, outcome: Outcome) -> int:
@@ -278,6 +306,7 @@ def _start(
             restarts=process.restarts(),
             job=process.job(),
             recovered=bool(process.recovered_job()),
+            agent=process.agent(),
             checked=started is None or process.launched_here(),
             refusal=refusal,
         )

@@ -302,7 +302,7 @@ def test_only_the_first_start_overwrites(worker, material, run, whole):
         other.code == 0
         and "nothing left" not in other.out
         and losses(run) == losses(whole)
-        and (run / OWNER).read_text() == "run job-1"
+        and (run / OWNER).read_text().splitlines()[1:] == ["run job-1"]
     )
     shutil.rmtree(run / "checkpoints" / "step-00000012")
     again = worker(*words)
@@ -320,6 +320,17 @@ def test_a_recovered_job_of_skypilot_goes_on(monkeypatch, worker, material, tmp_
     monkeypatch.setenv("SKYPILOT_TASK_ID", "sky-managed-2")
     other = worker(*words, 12, count=0)
     assert other.code == 2 and "already contains a run" in other.words
+
+
+def test_a_start_by_an_agent_that_has_taken_part_is_a_restart(worker, material, tmp_path):
+    """torchrun does not count the restart by which an agent joins; --overwrite is not obeyed
+    again.
+    """
+    words = ("train", material.file, "--out", tmp_path / "run", *FIXED, "--overwrite")
+    (tmp_path / "run").mkdir()
+    assert worker(*words, "--train.steps", 4, count=0).code == 0
+    joined = worker(*words, "--train.steps", 6, count=0, job="another")
+    assert joined.code == 0 and "resuming from step 4" in joined.out
 
 
 def test_nothing_saved_yet_starts_again(worker, material, run, whole):

@@ -3,7 +3,9 @@ there, or by the variables of a launcher.
 """
 
 import json
+import os
 import signal
+import threading
 from dataclasses import asdict
 
 import pytest
@@ -13,6 +15,8 @@ from spawning import run_spawned
 from tinyrun import rows
 
 import dolmen
+from dolmen.training import worker as workers
+from dolmen.training.checks.run import usable_processes
 
 material = tinyrun.material
 QUIET = {"log.validate_every": 0, "optimizer.schedule": "constant"}
@@ -85,6 +89,28 @@ def test_a_signal_is_handled_where_that_is_asked_for(material, tmp_path, launche
         str(material.file), on_metrics=on_metrics, handle_signals=True, **options
     )
     assert outcome.signal == signal.SIGTERM and 2 <= outcome.steps <= 3
+
+
+def test_processes_that_dp_cannot_use_wait_as_spares(material, tmp_path, launched, monkeypatch):
+    """The third of three processes, for a batch of 4 sequences, until there is a new summary; not
+    for a rank 0 that is gone.
+    """
+    config, out = material.config(), tmp_path / "run"
+    assert [usable_processes(config, size) for size in (1, 2, 3, 4, 7)] == [1, 2, 2, 4, 4]
+    options = {**QUIET, "out": str(out), "train.steps": 1}
+    done = dolmen.worker(str(material.file), **options)
+    for name, value in (("RANK", "2"), ("LOCAL_RANK", "2"), ("WORLD_SIZE", "3")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    timer = threading.Timer(0.2, lambda: os.utime(out / "summary.json"))
+    timer.start()
+    assert dolmen.worker(str(material.file), spares=True, **options) == done
+    timer.join()
+    monkeypatch.setattr(workers, "SPARE_PATIENCE", 0.0)
+    with pytest.raises(dolmen.Failed, match="rank 2 waited as a spare"):
+        dolmen.worker(str(material.file), spares=True, **options)
 
 
 def test_errors_have_types(material, tmp_path, launched, monkeypatch):

@@ -35,7 +35,7 @@ from dolmen.training.checks.exact import check_exact
 from dolmen.training.checks.model import check_adapter, check_init, check_moments, check_new_rows
 from dolmen.training.config import RunConfig
 from dolmen.training.evaluate import read_prompts
-from dolmen.training.resolve import ResolvedRun
+from dolmen.training.resolve import ResolvedRun, resolve_model
 
 
 def check_finish(config: RunConfig) -> None:
@@ -111,6 +111,22 @@ def check_layout(config: RunConfig) -> None:
     config.layout.check(config.spec, config.sequence_length, batch, microbatch)
     if config.layout.make_schedule(batch, microbatch).splits_backward:
         config.refuse_compiled()
+
+
+def usable_processes(config: RunConfig, processes: int) -> int:
+    """Return the largest number of at most `processes` processes at which the layout fits the
+    model and the batch; `processes` itself where none does, for its error to be raised.
+    """
+    inner = config.layout.inner
+    for size in range(processes // inner * inner, 0, -inner):
+        try:
+            resolved = resolve_model(config, size)
+            check_layout(resolved)
+            check_exact(resolved)
+        except ValueError:
+            continue
+        return size
+    return processes
 
 
 def check_precision(config: RunConfig) -> None:

@@ -1,0 +1,325 @@
+"""Snapshots of a run in the memory of its hosts, which outlive the workers: where a launcher
+restarts all of them, they resume from a few steps ago and not from the newest checkpoint.
+
+    /dev/shm/dolmen-UID-RUN-JOB/      mode 0700; RUN and JOB are digests of folder and job
+      AGENT/                          one per launcher of workers (torchrun's agent on a host)
+        step-00000120/                a checkpoint (folders.py), of which this agent has
+          __0_0.distcp ...            the files of its own ranks, and those of another agent's
+          .metadata, state.json, seal
+
+Saving. A snapshot is written as a checkpoint is, by the same writer, but into memory, so each host
+has the files of its ranks. Every rank then sends its file to a rank of the next agent, and the
+small files of rank 0 go to all. So any one agent may be lost with its memory. The two newest are
+kept: an agent may have been killed before it gave the newest its name.
+
+Restoring (`restore`). The ranks of a restart, of any number, list what their hosts have. If the
+newest step of which every file is somewhere is newer than the newest checkpoint, they write its
+files into the run's folder, each file by one rank: it is then a checkpoint, whose seal is compared
+as it is loaded. Memory is only read here, and only folders of this user without links.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future as TorchFuture
+
+from dolmen.checkpoint import folders, seal
+from dolmen.checkpoint.writer import Writer, pinned_for
+from dolmen.core import consensus
+from dolmen.core.mesh import Mesh, background_group
+from dolmen.files import gate
+
+ROOT = Path("/dev/shm")
+KEPT = 2
+SMALL = (folders.METADATA, folders.STATE, folders.SEAL)
+
+
+def memory_folder(out: Path, job: str, root: Path = ROOT) -> Path:
+    """Return the folder of the snapshots of `job`, an id that its restarts share, in the run's
+    folder `out`.
+    """
+    run, job = (
+        hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+        for text in (str(out.absolute()), job)
+    )
+    return root / f"dolmen-{os.getuid()}-{run}-{job}"
+
+
+def copy_targets(agents: Sequence[str]) -> list[int | None]:
+    """Return the rank to which each rank sends its file: one of the next agent's, so that those of
+    an agent are spread over the ranks of the next; None with one agent. `agents`: that of each
+    rank.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, agent in enumerate(agents):
+        ranks.setdefault(agent, []).append(rank)
+    order = list(ranks)
+    targets: list[int | None] = []
+    for rank, agent in enumerate(agents):
+        following = ranks[order[(order.index(agent) + 1) % len(order)]]
+        place = ranks[agent].index(rank) % len(following)
+        targets.append(following[place] if len(order) > 1 else None)
+    return targets
+
+
+def remove_memory(folder: Path) -> None:
+    """Delete the snapshots in a folder of `memory_folder` on this host: files that saves write, and
+    the folders that they leave empty.
+    """
+    if not _is_own(folder):
+        return
+    for agent in filter(_is_own, folder.iterdir()):
+        for path in agent.iterdir():
+            if folders.FOLDER.fullmatch(path.name):
+                folders.remove_checkpoint(path)
+        if not any(agent.iterdir()):
+            agent.rmdir()
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _is_own(path: Path) -> bool:
+    """Return whether `path` is a folder of this user, and no link."""
+    return path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid()
+
+
+class MemoryWriter(Writer):
+    """Writer of a snapshot, whose ranks have folders on several hosts: a rank also sends its file
+    to rank `target` and receives those of the ranks `sources`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        state: str,
+        mesh: Mesh,
+        group: dist.ProcessGroup | None,
+        targets: Sequence[int | None],
+    ):
+        super().__init__(folder, step, state, KEPT, pinned_for(mesh.device))
+        self.group = group
+        self.target = targets[mesh.rank]
+        self.sources = [rank for rank, target in enumerate(targets) if target == mesh.rank]
+        self.file = f"__{mesh.rank}_0.distcp"
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        """Write this rank's file, and exchange files with the ranks of other agents."""
+        # rank 0 has made its own; all ranks of an agent share one
+        self.partial.mkdir(mode=0o700, parents=True, exist_ok=True)
+        results = super().write_data(plan, planner)
+        own, sent = self.partial / self.file, []
+        if self.target is not None:
+            content = gate.read_bytes(own, own.stat().st_size) if own.exists() else b""
+            sizes = torch.tensor([len(content)])
+            tensors = [sizes, torch.frombuffer(bytearray(content), dtype=torch.uint8)]
+            sent = [
+                (tensor, dist.isend(tensor, self.target, self.group))
+                for tensor in tensors
+                if tensor.numel()
+            ]
+        for source in self.sources:
+            size = torch.zeros(1, dtype=torch.int64)
+            dist.recv(size, source, self.group)
+            if size.item():
+                received = torch.empty(int(size), dtype=torch.uint8)
+                dist.recv(received, source, self.group)
+                (self.partial / f"__{source}_0.distcp").write_bytes(received.numpy().tobytes())
+        for _, work in sent:
+            assert work is not None
+            work.wait()
+        return results
+
+
+class MemorySnapshots:
+    """The snapshots of a run, of which every rank makes one. `save` and `finish` are collective;
+    one save is in progress at a time. `folder`: that of `memory_folder`; `agent`: id of the
+    launcher of this rank's workers.
+    """
+
+    def __init__(self, folder: Path, agent: str, mesh: Mesh):
+        """Make a process group for background saves (collective)."""
+        self.mesh = mesh
+        self.group = background_group(timedelta(hours=1)) if mesh.grid is not None else None
+        agents = [agent] if self.group is None else consensus.gather_objects(agent)
+        self.targets = copy_targets(agents)
+        self.leads = agents.index(agent) == mesh.rank
+        """True on the first rank of each agent."""
+        self.folder = folder / hashlib.blake2b(agent.encode(), digest_size=6).hexdigest()
+        for path in (folder, self.folder):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not _is_own(path):
+                raise OSError(f"{path} belongs to another user or is a link: remove it")
+        if self.leads:
+            folders.clear_unfinished(self.folder)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
+        self._saving: Future[None] | None = None
+
+    def save(self, step: int, tensors: dict[str, Tensor], meta: dict) -> None:
+        """Copy `tensors` to memory and return; they are written in the background. Finishes the
+        snapshot before first. Raises OSError or RuntimeError where that one has failed.
+        """
+        self.finish()
+        state = json.dumps({"format": seal.FORMAT, **meta}, indent=1)
+        writer = MemoryWriter(self.folder, step, state, self.mesh, self.group, self.targets)
+        self._saving = self._thread.submit(self._write, writer, writer.stage(tensors))
+
+    def _write(self, writer: MemoryWriter, staged: dict[str, Tensor]) -> None:
+        """Write one snapshot on every rank, send the small files to all agents, and give it its
+        name; rank 0's has it already.
+        """
+        planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        save(
+            staged,
+            storage_writer=writer,
+            planner=planner,
+            process_group=self.group,
+            no_dist=self.group is None,
+        )
+        if self.group is None:
+            return
+        final = writer.partial.with_suffix("")
+        content = [
+            gate.read_bytes(final / name, seal.LARGEST[name]) if self.mesh.first else b""
+            for name in SMALL
+        ]
+        dist.broadcast_object_list(content, 0, self.group)
+        if self.leads and not self.mesh.first:
+            for name, text in zip(SMALL, content, strict=True):
+                (writer.partial / name).write_bytes(text)
+            folders.commit(writer.partial)
+            folders.prune(self.folder, KEPT, writer.step)
+
+    def finish(self) -> None:
+        """Wait for the snapshot in progress, if any. Raises OSError or RuntimeError where it has
+        failed.
+        """
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            saving.result()
+
+    def close(self, done: bool) -> None:
+        """Finish, and delete the snapshots on this host if the run is `done`."""
+        # the run has ended, and its last step is a checkpoint
+        with suppress(OSError, RuntimeError, CheckpointException):
+            self.finish()
+        self._thread.shutdown()
+        if done and self.leads:
+            remove_memory(self.folder.parent)
+
+
+Snapshot = tuple[int, str]
+"""A snapshot's step and the digest of its seal: the same step may have been saved again by other
+ranks.
+"""
+
+
+def list_memory(folder: Path) -> dict[Snapshot, tuple[list[str], dict[str, Path]]]:
+    """Return the snapshots that this host has in a folder of `memory_folder`: the names of all
+    files of each, and the paths of those that are here. What is damaged is left out.
+    """
+    found: dict[Snapshot, tuple[list[str], dict[str, Path]]] = {}
+    if not _is_own(folder):
+        return found
+    for agent in sorted(filter(_is_own, folder.iterdir())):
+        for step, path in folders.list_checkpoints(agent).items():
+            try:
+                sealed, state = seal.read_sealed(path)
+            except (folders.Damaged, ValueError):
+                continue
+            if not _is_own(path) or state.get("step") != step:
+                continue
+            names = [*sealed.files, folders.SEAL]
+            files = {name: path / name for name in names if (path / name).is_file()}
+            key = (
+                step,
+                seal.digest(gate.read_bytes(path / folders.SEAL, seal.LARGEST[folders.SEAL])),
+            )
+            found[key] = names, {**files, **found.get(key, (names, {}))[1]}
+    return found
+
+
+def restore(folder: Path, checkpoints: Path, mesh: Mesh) -> int | None:
+    """Write the newest snapshot that is whole into the folder `checkpoints`, if it is newer than
+    what is there, and return its step, else None; then delete all snapshots. Collective: every rank
+    calls it, and each file is written by one that has it on its host. Raises ValueError on every
+    rank where a write fails.
+    """
+    local = list_memory(folder)
+    mine = {key: (names, [*files]) for key, (names, files) in local.items()}
+    newest = max(folders.list_checkpoints(checkpoints), default=0)
+    listed, newest_checkpoints = zip(*_gather((mine, newest), mesh), strict=True)
+    newest = newest_checkpoints[0]  # as the first rank sees the folder
+    restored = None
+    for key in sorted({key for there in listed for key in there}, reverse=True):
+        names = next(there[key][0] for there in listed if key in there)
+        # the first rank that has a file writes it
+        having = {
+            name: [rank for rank, there in enumerate(listed) if name in there.get(key, ((), ()))[1]]
+            for name in names
+        }
+        if key[0] > newest and all(having.values()):
+            own = [local[key][1][name] for name, ranks in having.items() if ranks[0] == mesh.rank]
+            _write_checkpoint(checkpoints / folders.name(key[0]), own, mesh)
+            restored = key[0]
+            break
+    clear_memory(folder, mesh)
+    return restored
+
+
+def clear_memory(folder: Path, mesh: Mesh) -> None:
+    """Delete all snapshots of the run to which a folder of `memory_folder` belongs, on every host,
+    those of earlier jobs too. Collective.
+    """
+    hosts = _gather(socket.gethostname(), mesh)
+    if hosts.index(hosts[mesh.rank]) == mesh.rank:
+        for path in folder.parent.glob(f"{folder.name.rpartition('-')[0]}-*"):
+            remove_memory(path)
+    _gather(None, mesh)  # no rank saves while another deletes
+
+
+def _gather(mine: Any, mesh: Mesh) -> list[Any]:
+    """Return the object of every rank, on every rank."""
+    return [mine] if mesh.size == 1 else consensus.gather_objects(mine)
+
+
+def _write_checkpoint(final: Path, files: Sequence[Path], mesh: Mesh) -> None:
+    """Write the checkpoint `final`, of which this rank has `files`; collective."""
+    partial = final.with_name(final.name + folders.PARTIAL)
+
+    def make_folder() -> None:
+        """Make the empty folder, on the first rank."""
+        if mesh.first:
+            folders.clear_unfinished(final.parent)
+            partial.mkdir(parents=True)
+
+    def copy_files() -> None:
+        """Copy this rank's files to disk."""
+        for file in files:
+            shutil.copyfile(file, partial / file.name, follow_symlinks=False)
+            folders.sync(partial / file.name)
+
+    def commit() -> None:
+        """Give the checkpoint its name, on the first rank."""
+        if mesh.first:
+            folders.commit(partial)
+
+    for work in (make_folder, copy_files, commit):
+        work() if mesh.size == 1 else consensus.run_on_all_ranks(work)
