@@ -181,8 +181,10 @@ def test_other_weights_and_other_positions_are_seen_in_log_probabilities(model):
         other.head.weight.mul_(1.001)  # one step of training behind
     with pytest.raises(AssertionError):
         hold(found, prompts, other)
-    where, later = model.where, decoder("grouped")
-    later.where = lambda part, positions, lengths: where(part, positions + (positions > 9), lengths)
+    inputs_of, later = model.position_inputs, decoder("grouped")
+    later.position_inputs = lambda part, positions, lengths: inputs_of(
+        part, positions + (positions > 9), lengths
+    )
     with pytest.raises(AssertionError):
         hold(run(later, scored(prompts)), prompts, model)
 
