@@ -329,13 +329,19 @@ def is_copy(file: Path, stored: StoredFile) -> bool:
 
 def local_copy(url: str, inside: str | None = None) -> Path:
     """Path of the local copy of a URL, in the folder `inside` (default: COPIES). Raises ValueError
-    for a URL with an empty part or `..`.
+    for a URL with an empty part or `..`, and for a copy that would lie behind a link.
     """
     scheme, _, path = url.partition("://")
     parts = path.strip("/").split("/")
     if any(part in ("", ".", "..") for part in parts):
         raise ValueError(f"{url}: write the URL of a folder or file without empty parts and '..'")
-    return expand(inside or COPIES).absolute().joinpath(scheme, *parts)
+    copies = expand(inside or COPIES).absolute()
+    target = copies.joinpath(scheme, *parts)
+    # a copy loses the files that no object stands for: behind a link they are a user's
+    for path in (target, *target.parents[: len(parts)]):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link, and would be the local copy of {url}: move it")
+    return target
 
 
 def working_folder(url: str) -> Path:

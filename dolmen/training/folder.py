@@ -17,7 +17,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -220,6 +220,19 @@ def check_names_free(out: Path, *some: str) -> None:
         )
         and not (again and _kind(path, what) == "tokenizer")
     ]
+    _refuse_overwriting(out, taken)
+
+
+def check_replaceable(out: Path, names: Iterable[str]) -> None:
+    """Raise Unusable where dolmen did not write one of the files of these names (relative paths)
+    that are in the folder.
+    """
+    foreign = {path for path, _ in foreign_entries(out)} if out.is_dir() else set()
+    _refuse_overwriting(out, [name for name in names if name in foreign])
+
+
+def _refuse_overwriting(out: Path, taken: list[str]) -> None:
+    """Raise Unusable for the entries `taken` of the folder, if there are any."""
     if taken:
         raise Unusable(
             f"a run in {out} would overwrite {', '.join(taken[:3])}, which dolmen did not write: "

@@ -21,13 +21,23 @@ from dolmen.checkpoint import folders
 from dolmen.checkpoint.remote import RemoteCheckpoints
 from dolmen.core.messages import plural
 from dolmen.files import gate, storage
-from dolmen.files.storage import RemoteFolder
-from dolmen.training.folder import FORMS, LIST, LOCK, OWNER, Unusable, check_folder
+from dolmen.files.storage import RemoteFolder, StoredFile
+from dolmen.training.folder import (
+    FORMS,
+    LIST,
+    LOCK,
+    OWNER,
+    Unusable,
+    check_folder,
+    check_replaceable,
+)
 
 LOCAL = ("checkpoints", "hf", "hang", "profile", "tensorboard", LOCK, OWNER)
 """Names in a run's folder that stay there, or are uploaded in a way of their own."""
-MIRRORED = tuple(name for name in FORMS if name not in LOCAL)
-"""Names that are uploaded with each checkpoint, and downloaded by a resume."""
+MIRRORED = (LIST, *(name for name in FORMS if name not in (LIST, *LOCAL)))
+"""Names that are uploaded with each checkpoint, and downloaded by a resume. The list comes first:
+whatever else is at a URL without it, but for files of a first checkpoint, is not a run's.
+"""
 
 
 def check_out(out: Path, to: str | None, resume: bool, overwrite: bool) -> None:
@@ -40,8 +50,9 @@ def check_out(out: Path, to: str | None, resume: bool, overwrite: bool) -> None:
 
 
 def check_url(url: str, resume: bool, overwrite: bool) -> None:
-    """Raise ValueError where objects are at the URL of a run, unless it resumes, or where the
-    storage cannot be used; StorageError where it does not answer.
+    """Raise ValueError where objects are at the URL of a run, unless it resumes, and objects that
+    a run would overwrite, and none has written, even then; or where the storage cannot be used.
+    Raises StorageError where it does not answer.
     """
     files = RemoteFolder(url).files()
     if files and overwrite:
@@ -54,6 +65,13 @@ def check_url(url: str, resume: bool, overwrite: bool) -> None:
         raise Unusable(
             f"{url} already {holds}: use --resume to continue it, or another --out or "
             "--checkpoint.to"
+        )
+    written = ("hf", *MIRRORED)
+    taken = [name for name in files if name.partition("/")[0] in written]
+    if taken and LIST not in files:
+        raise Unusable(
+            f"a run at {url} would overwrite {', '.join(taken[:3])}, which dolmen did not write: "
+            "move it, or give another --out or --checkpoint.to"
         )
 
 
@@ -81,15 +99,20 @@ def pull_run(url: str, out: Path) -> None:
 
 
 def _pull_files(url: str, out: Path) -> None:
-    """Download the files of a run besides checkpoints and exports, over those that are there."""
-    remote = RemoteFolder(url)
+    """Download the files of a run besides checkpoints and exports, over those that are there.
+    Raises Unusable, with nothing written, where dolmen did not write one of these.
+    """
+    remote, files = RemoteFolder(url), dict[str, StoredFile]()
     for name, stored in remote.files().items():
         first = name.partition("/")[0]
         is_known = first in FORMS and re.fullmatch(FORMS[first].files, name) is not None
         # a tokenizer may have files of any name
         if first in MIRRORED and (is_known or re.fullmatch(r"tokenizer/[^/]+", name)):
-            storage.write_into(out, name)
-            remote.download(name, stored, out / name)
+            files[name] = stored
+    check_replaceable(out, files)
+    for name, stored in files.items():
+        storage.write_into(out, name)
+        remote.download(name, stored, out / name)
 
 
 class RunUploader:

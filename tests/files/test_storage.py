@@ -201,3 +201,17 @@ def test_a_working_folder_has_its_url(url, tmp_path):
     assert storage.working_url(folder) == url
     assert storage.working_url(folder / "checkpoints") == f"{url}/checkpoints"
     assert storage.working_url(tmp_path) is None
+
+
+def test_nothing_behind_a_link_is_written_or_deleted(folder, tmp_path):
+    """A copy loses the files that no object stands for."""
+    storage.push_folder(folder, URL)
+    user, copy = tmp_path / "user", storage.local_copy(URL)
+    user.mkdir()
+    (user / "notes.txt").write_text("mine")
+    copy.parent.mkdir(parents=True)
+    copy.symlink_to(user)
+    for url in (URL, f"{URL}/sub"):
+        with pytest.raises(ValueError, match=f"{copy} is a link, .* local copy of {url}: move it"):
+            storage.pull_folder(url)
+    assert [path.name for path in user.iterdir()] == ["notes.txt"]

@@ -81,3 +81,31 @@ def test_what_is_at_the_url_is_not_overwritten(system):
     with pytest.raises(Unusable, match="--overwrite deletes no objects"):
         mirror.check_url(URL, resume=False, overwrite=True)
     mirror.check_url(URL, resume=True, overwrite=False)
+    system.pipe_file("/bucket/run/tokenizer/x", b"")
+    with pytest.raises(Unusable, match="overwrite tokenizer/x, which dolmen did not write"):
+        mirror.check_url(URL, resume=True, overwrite=False)
+    system.pipe_file("/bucket/run/.dolmen", b"")
+    mirror.check_url(URL, resume=True, overwrite=False)
+
+
+def test_the_list_is_at_the_url_before_all_else(system, out):
+    """So that a run whose first upload was killed can be resumed."""
+    for request in range(1, 8):
+        with faulty.killed_at(request) as ended:
+            mirror.RunUploader(out, URL)()
+        assert ended.killed
+        mirror.check_url(URL, resume=True, overwrite=False)
+    assert len(stored(system)) > 1
+
+
+def test_files_of_a_user_are_not_replaced_by_those_at_the_url(system, out, tmp_path):
+    mirror.RunUploader(out, URL)()
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / "config.yaml").write_text("mine")
+    with pytest.raises(Unusable, match="would overwrite config.yaml, which dolmen did not write"):
+        mirror._pull_files(URL, there)
+    assert {p.name: p.read_text() for p in there.iterdir()} == {"config.yaml": "mine"}
+    (there / ".dolmen").write_text("config.yaml\n")
+    mirror._pull_files(URL, there)
+    assert (there / "config.yaml").read_bytes() == FILES["config.yaml"]
