@@ -37,6 +37,8 @@ RESTART_COUNTS = {
 RECOVERED_JOBS = {
     # "will stay the same across multiple recoveries of the same managed task", and nothing counts
     "SkyPilot": "SKYPILOT_TASK_ID",
+    # Ray Train sets no variable; `--launch ray` sets the name of the job, which restarts share
+    "Ray Train": "DOLMEN_RAY_JOB",
 }
 """Engine -> the variable with the id of a job, for engines that do not count restarts: a start in a
 folder that knows this id (training/start.py) is a restart."""

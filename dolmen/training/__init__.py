@@ -8,6 +8,7 @@ Options and checks
     checks/           rules across options
 Processes
     worker.py         the process that starts a run, and each worker
+    ray_train.py      a run as a job of Ray Train
     start.py          first start, restart, resume, agreed by all ranks
     initialize.py     the state at step 0
     self_test.py      whether this machine computes exact numerics

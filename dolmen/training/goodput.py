@@ -34,7 +34,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from dolmen.core import consensus
 from dolmen.files import gate, kinds, write
 from dolmen.launch.watchdog import collective_of
 
@@ -187,6 +186,8 @@ class GoodputTimer:
         """Take the samples of all ranks since the last call, and count the part of the steps since
         then in which the fastest rank waited for the slowest as `stragglers`. Collective.
         """
+        from dolmen.core import consensus  # torch, which `dolmen show` does without
+
         waits = consensus.gather_objects(self.sampler.take())
         steps = self.seconds["steps"] - self.split
         lost, name = slowest(waits)

@@ -4,7 +4,7 @@ and runs as YAML files. Imports no torch.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from dolmen.core.config import Count, Mark, Name, Positive, config, from_dict, to_dict
 from dolmen.core.filesystem import is_url
@@ -34,6 +34,9 @@ class LaunchOptions:
     """
     max_restarts: Count = 0
     """Restarts after a failure; the run resumes by itself from its newest complete checkpoint."""
+    launch: Literal["local", "ray"] = "local"
+    """Engine that starts the processes: this machine, or Ray Train on the cluster of RAY_ADDRESS.
+    """
     spares: bool = False
     """Train with the largest number of processes that works, where torchrun or another launcher
     has started more; the others wait, and take part after the next restart.

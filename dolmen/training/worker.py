@@ -5,7 +5,8 @@
                            options as a file
     started by us          resolves the options of that file, which were checked, and trains
     by torchrun, srun or   resolves and checks for itself, and brings its refusal to the others
-    another engine         (`join`; from Python `dolmen.worker`)
+    another engine         (`join`; from Python `dolmen.worker`). Ray Train's workers are started by
+                           a job of ours (ray_train.py)
 
 Each worker joins the others, agrees with them on what to do, trains, and says in a line how that
 ended.
@@ -36,7 +37,7 @@ from dolmen.files.storage import StorageError
 from dolmen.launch import launcher, process, rendezvous
 from dolmen.launch.watchdog import Watch, network_limit
 from dolmen.rl import environment, rewards
-from dolmen.training import mirror
+from dolmen.training import mirror, ray_train
 from dolmen.training.checks.folder import check_overwrite, check_resume
 from dolmen.training.checks.run import check_evaluation, usable_processes, validate
 from dolmen.training.config import RunConfig
@@ -132,13 +133,25 @@ def finish_run(request: TrainRequest, started: Launch | None, outcome: Outcome) 
     return finish(request.config, request.out) if first and not process.launched_here() else 0
 
 
+def _join_and_finish(request: TrainRequest, on_metrics: MetricsCallback) -> None:
+    """Train in one process that an engine has started, and finish the run. Raises BadInput, or
+    Failed also where the exported model differs.
+    """
+    started = process.read_launch()
+    outcome = join(request, started, on_metrics, handles_signals=False) if started else None
+    if outcome is None or finish_run(request, started, outcome):
+        raise Failed("the run did not finish: its output says why", final=True)
+
+
 def _start_processes(request: TrainRequest, guarded: Guard) -> int:
     """Train in this process, if one is enough and no restart is requested, else start workers, wait
     for them and finish the run. Return the exit code.
     """
+    processes = count_processes(request.config, request.handling.nproc)
+    if request.handling.launch == "ray":
+        return ray_train.run(request, processes, _join_and_finish)
     with as_bad_input(ValueError):
         device = devices.choose_device(request.config.train.device, None, DEVICE)
-    processes = count_processes(request.config, request.handling.nproc)
     prepared = prepare(request, processes)
     resolved = prepared.resolved.config
     world, restarts = resolved.layout.world, request.handling.max_restarts

@@ -36,7 +36,7 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 # somebody.
 BEFORE = """
     help init reward environment out resume no-resume overwrite no-overwrite nproc max-restarts
-    spares no-spares model.model-type
+    launch spares no-spares model.model-type
 """
 # of the model: the fields of its config.json, for a family of each kind
 LLAMA = """
@@ -291,7 +291,7 @@ def test_options_of_train_are_frozen(name):
 def test_options_of_dryrun_are_those_of_train_and_its_own():
     """What is done with the folder and the processes of a run is none of them."""
     handling = {"out", "resume", "no-resume", "overwrite", "no-overwrite"}
-    handling |= {"nproc", "max-restarts", "spares", "no-spares"}
+    handling |= {"nproc", "max-restarts", "launch", "spares", "no-spares"}
     own = {"ranks", "device", "exact", "no-exact", "max-load", "json"}
     shown = dolmen("dryrun", "pretrain", "--model.model-type", "llama", "--help")
     assert shown.code == 0
