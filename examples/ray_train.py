@@ -31,7 +31,7 @@ MODEL = {
 
 def train_worker(settings: dict) -> None:
     """What one worker does: Ray has made the process group."""
-    dolmen.worker(
+    outcome = dolmen.worker(
         "pretrain",
         model=MODEL,
         data={"path": settings["text"], "tokenizer": "bpe:512"},
@@ -39,8 +39,9 @@ def train_worker(settings: dict) -> None:
         checkpoint={"every": 10},
         out=settings["out"],
         resume=True,  # starts a run, and continues it after a failure
-        on_metrics=lambda row: ray.train.report(dict(row)),
     )
+    # on_metrics gets every row; Ray takes a report per two seconds, and lets workers wait for it
+    ray.train.report({"steps": outcome.steps, "val_loss": outcome.val_loss or 0.0})
 
 
 def train(text=DOCS, out="runs/ray", steps: int = 40, workers: int = 2) -> ray.train.Result:

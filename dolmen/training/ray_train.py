@@ -28,6 +28,8 @@ from dolmen.training.request import TrainRequest
 Work = Callable[[TrainRequest, MetricsCallback], None]
 """Trains in one process of Ray's; reports rows of metrics."""
 POINTER = "dolmen.json"
+EVERY = 20
+"""Steps between reports: Ray 2.60 takes one from each worker per two seconds, and lets it wait."""
 
 
 def run(request: TrainRequest, processes: int | None, work: Work) -> int:
@@ -72,7 +74,7 @@ def _train(settings: Mapping[str, Any]) -> None:
     reporter = _Reporter(Path(settings["out"]), train.get_context().get_world_rank() == 0)
     with process.environment({process.RECOVERED_JOBS["Ray Train"]: settings["job"]}):
         settings["work"](from_dict(TrainRequest, settings["request"]), reporter.report)
-    reporter.report({})  # the last checkpoint, which is complete now
+    reporter.send({})  # the last checkpoint, which is complete now
 
 
 class _Reporter:
@@ -82,7 +84,12 @@ class _Reporter:
         self.out, self.first, self.step = out, first, -1
 
     def report(self, row: Mapping[str, float]) -> None:
-        """Report a row of metrics, with the newest checkpoint if it is new."""
+        """Report a row of metrics if it is of a validation, or of every 20th step."""
+        if row["step"] % EVERY == 0 or "val_loss" in row:
+            self.send(row)
+
+    def send(self, row: Mapping[str, float]) -> None:
+        """Report a row, with the newest checkpoint if it is new."""
         train = import_module("ray.train")
         newest = max(folders.list_checkpoints(self.out / "checkpoints"), default=-1)
         if not self.first or newest <= self.step:

@@ -79,4 +79,4 @@ def test_the_example(ray, tmp_path, monkeypatch):
     docs.mkdir()
     (docs / "a.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     result = import_module("ray_train").train(docs, tmp_path / "run", steps=3)
-    assert result.metrics["step"] == 3 and (tmp_path / "run" / "summary.json").exists()
+    assert result.metrics["steps"] == 3 and (tmp_path / "run" / "summary.json").exists()
