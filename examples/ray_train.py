@@ -44,16 +44,17 @@ def train_worker(settings: dict) -> None:
     ray.train.report({"steps": outcome.steps, "val_loss": outcome.val_loss or 0.0})
 
 
-def train(text=DOCS, out="runs/ray", steps: int = 40, workers: int = 2) -> ray.train.Result:
-    """Ray's result, with the last metrics; the run is in `out`, a folder that all nodes share."""
+def train(text=DOCS, out="runs/ray", steps: int = 40, workers: int = 2) -> Path:
+    """The run's folder, which all nodes share: summary.json, checkpoints/, metrics.jsonl."""
     run = Path(out).absolute()
-    return TorchTrainer(
+    TorchTrainer(
         train_worker,
         train_loop_config={"text": str(Path(text).absolute()), "out": str(run), "steps": steps},
         scaling_config=ScalingConfig(num_workers=workers),
         run_config=RunConfig(storage_path=str(run.parent), failure_config=FailureConfig(3)),
     ).fit()
+    return run
 
 
 if __name__ == "__main__":
-    print(train(*sys.argv[1:]).metrics)
+    print(train(*sys.argv[1:]))
