@@ -21,7 +21,7 @@ def test_what_was_measured_is_read_as_a_cluster(tmp_path):
 
 
 def test_a_lone_process_is_measured(tmp_path, monkeypatch):
-    monkeypatch.setattr(measure, "SECONDS", 0.001)
+    monkeypatch.setattr(measure, "SECONDS", 0.02)
     monkeypatch.setattr(measure, "SWEPT", 2**16)
     here = read_cluster(str(measure.measure(tmp_path)))
     assert here.gpus == 1 and here.device.rate("fp32") > 0
