@@ -262,7 +262,7 @@ def test_little_held_out_text_is_told(material, tmp_path):
     """
     text = tmp_path / "few.txt"
     text.write_text("abc")
-    words = ("train", material.file, "--train.steps", 2, "--out")
+    words = ("train", material.file, "--train.steps", 2, "--optimizer.warmup-steps", 1, "--out")
     for name, options, said in (
         (
             "a",
