@@ -170,8 +170,6 @@ def test_a_run_that_stopped_within_a_phase_goes_on_bitwise(prompts, tmp_path):
             assert a["loss"] == b["loss"] and a["grad_norm"] == b["grad_norm"], a["step"]
 
 
-@pytest.mark.spawn
-@pytest.mark.slow
 def test_equal_rewards_of_a_whole_run_are_warned_about(prompts, tmp_path):
     more = ("--train.steps", 2, "--rollout.prompts", 2, "--reward", "regex:@@@@")
     ended = dolmen(*options(prompts, tmp_path / "run", *more))
@@ -179,6 +177,8 @@ def test_equal_rewards_of_a_whole_run_are_warned_about(prompts, tmp_path):
     assert "WARNING: all rewards of this run were equal, in the last iteration 0: " in ended.out
 
 
+@pytest.mark.spawn
+@pytest.mark.slow
 def test_a_reward_that_fails_is_refused_ends_the_run_or_is_counted(prompts, tmp_path, monkeypatch):
     """A function that is not there before anything is written; one that raises with a sentence."""
     (tmp_path / "mine.py").write_text(
@@ -232,6 +232,7 @@ def test_what_is_never_told_apart_is_drawn_again_so_often_as_is_asked(prompts, t
             "must be at least 2: rollout.advantage-estimator grpo compares completions of a",
         ),
         (("--rollout.top-k", 5), "rollout.top-k"),
+        (("--rollout.weights", "int8"), "correct for it with --rollout.importance-sampling-cap 2"),
         (("--reward", "0:stub"), "must be over 0"),
         (
             ("--rollout.advantage-estimator", "distillation"),
@@ -243,6 +244,26 @@ def test_what_is_refused(prompts, tmp_path, more, told):
     found = dolmen(*options(prompts, tmp_path / "run", *more))
     assert found.code == 2 and told in found.words, found.words
     assert not (tmp_path / "run").exists()
+
+
+def first_completions(run) -> list:
+    lines = (run / "rollouts" / "00000000.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_drafts_and_int8_weights_of_rollouts(prompts, tmp_path):
+    """Verified drafts leave the completions as they are; int8 weights do not, and are weighted."""
+    step = ("--train.steps", 1, "--rollout.temperature", 0.5)
+    drafts = ("--rollout.speculative.method", "ngram", "--rollout.speculative.prompt-lookup-min", 1)
+    int8 = ("--rollout.weights", "int8", "--rollout.importance-sampling-cap", 2)
+    for name, more in ("plain", ()), ("drafts", drafts), ("int8", int8):
+        ended = dolmen(*options(prompts, tmp_path / name, *step, *more))
+        assert ended.code == 0 and "disagree" not in ended.out, ended.err
+    assert first_completions(tmp_path / "plain") == first_completions(tmp_path / "drafts")
+    plain, drafted, quantized = (rows(tmp_path / name)[0] for name in ("plain", "drafts", "int8"))
+    assert "rollout/draft_acceptance_rate" not in plain
+    assert 0 <= drafted["rollout/draft_acceptance_rate"] <= 1
+    assert plain["rollout/logprob_difference"] < 1e-6 < quantized["rollout/logprob_difference"]
 
 
 @pytest.mark.slow
