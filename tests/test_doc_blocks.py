@@ -117,6 +117,7 @@ def folder(tmp_path, monkeypatch):
     for name in ("pretrain", "quickstart"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.yaml").write_text(f"name: {name}\n")
+    (tmp_path / "run.yaml").write_text("name: pretrain\n")
     model = RECIPES["llama-8b"]().model
     monkeypatch.chdir(tmp_path)
     # a run at a URL is that of `pretrain`

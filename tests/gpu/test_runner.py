@@ -156,7 +156,7 @@ def test_a_heavy_case_leaves_its_process_to_nobody(tmp_path, stages):
 
 
 def test_time_that_is_up_cuts_and_what_was_done_is_not_run_again(tmp_path, stages, monkeypatch):
-    results = run(tmp_path / "out", stages("slow", "good"), seconds=1.5)
+    results = run(tmp_path / "out", stages("slow", "good"), seconds=5)
     assert statuses(results, "slow") == {"a": "ok", "long": "cut", "later": "left"}
     assert results.content["stages"]["good"]["state"] == "left"
     first = results.case("slow", "a")["values"]["pid"]
