@@ -121,31 +121,48 @@ class MemoryWriter(Writer):
         self.file = f"__{mesh.rank}_0.distcp"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write this rank's file, and exchange files with the ranks of other agents."""
-        # rank 0 has made its own; all ranks of an agent share one
-        self.partial.mkdir(mode=0o700, parents=True, exist_ok=True)
-        results = super().write_data(plan, planner)
-        own, sent = self.partial / self.file, []
+        """Write this rank's file, and exchange files with the ranks of other agents. Those wait for
+        it, so where a write fails nothing is sent in its place, and the error is raised afterwards.
+        """
+        results, failure = None, None
+        try:
+            # rank 0 has made its own; all ranks of an agent share one
+            self.partial.mkdir(mode=0o700, parents=True, exist_ok=True)
+            results = super().write_data(plan, planner)
+        except Exception as error:
+            failure = error
+        exchange_failure = self._exchange_files(is_written=results is not None)
+        if failure or exchange_failure:
+            raise failure or exchange_failure
+        assert results is not None
+        return results
+
+    def _exchange_files(self, is_written: bool) -> OSError | None:
+        """Send this rank's file, if it `is_written`, to `target`, and write those of `sources`.
+        Return the first error of a write: it must not end the exchange.
+        """
+        own, sent, failure = self.partial / self.file, [], None
         if self.target is not None:
-            content = gate.read_bytes(own, own.stat().st_size) if own.exists() else b""
-            sizes = torch.tensor([len(content)])
-            tensors = [sizes, torch.frombuffer(bytearray(content), dtype=torch.uint8)]
-            sent = [
-                (tensor, dist.isend(tensor, self.target, self.group))
-                for tensor in tensors
-                if tensor.numel()
-            ]
+            has_file = is_written and own.exists()
+            content = gate.read_bytes(own, own.stat().st_size) if has_file else b""
+            tensors = [torch.tensor([len(content)])]
+            if content:  # torch makes no tensor of an empty buffer
+                tensors.append(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+            sent = [(t, dist.isend(t, self.target, self.group)) for t in tensors]
         for source in self.sources:
             size = torch.zeros(1, dtype=torch.int64)
             dist.recv(size, source, self.group)
             if size.item():
                 received = torch.empty(int(size), dtype=torch.uint8)
                 dist.recv(received, source, self.group)
-                (self.partial / f"__{source}_0.distcp").write_bytes(received.numpy().tobytes())
+                try:
+                    (self.partial / f"__{source}_0.distcp").write_bytes(received.numpy().tobytes())
+                except OSError as error:
+                    failure = failure or error
         for _, work in sent:
             assert work is not None
             work.wait()
-        return results
+        return failure
 
 
 class MemorySnapshots:
@@ -174,12 +191,19 @@ class MemorySnapshots:
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict) -> None:
         """Copy `tensors` to memory and return; they are written in the background. Finishes the
-        snapshot before first. Raises OSError or RuntimeError where that one has failed.
+        snapshot before first. Raises as `finish` where that one has failed, when this one has
+        started: on other ranks it may have succeeded, and they start this one too.
         """
-        self.finish()
+        failure = None
+        try:
+            self.finish()
+        except (OSError, RuntimeError, CheckpointException) as error:
+            failure = error
         state = json.dumps({"format": seal.FORMAT, **meta}, indent=1)
         writer = MemoryWriter(self.folder, step, state, self.mesh, self.group, self.targets)
         self._saving = self._thread.submit(self._write, writer, writer.stage(tensors))
+        if failure is not None:
+            raise failure
 
     def _write(self, writer: MemoryWriter, staged: dict[str, Tensor]) -> None:
         """Write one snapshot on every rank, send the small files to all agents, and give it its
@@ -208,8 +232,8 @@ class MemorySnapshots:
             folders.prune(self.folder, KEPT, writer.step)
 
     def finish(self) -> None:
-        """Wait for the snapshot in progress, if any. Raises OSError or RuntimeError where it has
-        failed.
+        """Wait for the snapshot in progress, if any. Raises OSError, RuntimeError or
+        CheckpointException where it has failed.
         """
         if self._saving is not None:
             saving, self._saving = self._saving, None

@@ -2,12 +2,15 @@
 by bit, at another layout too. One spawn.
 """
 
+import errno
 import shutil
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from spawning import run_spawned
+from torch.distributed.checkpoint.api import CheckpointException
 from worlds import Layout, Run, differing
 
 from dolmen.checkpoint import folders
@@ -20,6 +23,8 @@ from dolmen.checkpoint.memory import (
     restore,
 )
 from dolmen.checkpoint.store import Checkpoints
+from dolmen.checkpoint.writer import Writer
+from dolmen.core import consensus
 
 SAVED, OTHER = Layout(4, 1, zero=1), Layout(2, 2, zero=1)
 AGENTS = ("one", "one", "two", "two")
@@ -92,6 +97,41 @@ def lost(folder: Path) -> dict[str, tuple[int | None, list[str]]]:
 def losses(tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
     return folder, run_spawned(4, lost, folder)
+
+
+def failed(folder: Path) -> tuple[list[list[str]], int | None]:
+    """Errors of each rank where rank 2 cannot write its file, a received one, or the small files of
+    its agent, and the step that is left.
+    """
+    mesh, errors = SAVED.mesh(), []
+    memory, run = memory_folder(folder / "run", "job", folder), Run(SAVED, mesh).train(1)
+    snapshots = MemorySnapshots(memory, AGENTS[mesh.rank], mesh)
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "full")
+
+    faults = (Writer, "write_data"), (Path, "write_bytes"), (folders, "commit"), None
+    for step, fault in enumerate(faults, 1):
+        patch = pytest.MonkeyPatch()
+        if fault is not None and mesh.rank == 2:
+            patch.setattr(*fault, full)
+        try:
+            snapshots.save(step, run.tensors(), {"step": step})
+        except (OSError, CheckpointException) as error:
+            errors.append(f"{step - 1}: {type(error).__name__}")
+        wait([snapshots._saving])
+        dist.barrier()
+        patch.undo()
+    snapshots.close(done=False)
+    return consensus.gather_objects(errors), restore(memory, folder / "to", mesh)
+
+
+def test_a_failed_write_ends_no_run(tmp_path):
+    """All ranks learn of it, or go on without, and the next snapshot is whole."""
+    everywhere = ["1: CheckpointException", "2: CheckpointException"]
+    errors, step = run_spawned(4, failed, tmp_path)
+    assert errors == [everywhere, everywhere, [*everywhere, "3: OSError"], everywhere]
+    assert step == 4
 
 
 def test_any_agent_may_be_lost(losses):
