@@ -25,11 +25,11 @@ from itertools import count
 from pathlib import Path
 
 from dolmen.files.gate import Refused
+from dolmen.files.storage import PARTIAL
 
 STATE = "state.json"
 METADATA = ".metadata"
 SEAL = "seal"
-PARTIAL = ".partial"
 REPLACED = ".replaced"
 DAMAGED = ".damaged"
 KEPT = ".kept"

@@ -45,6 +45,7 @@ from dolmen.checkpoint.writer import Writer, pinned_for
 from dolmen.core import consensus
 from dolmen.core.mesh import Mesh, background_group
 from dolmen.files import gate
+from dolmen.files.storage import PARTIAL
 
 ROOT = Path("/dev/shm")
 KEPT = 2
@@ -326,7 +327,7 @@ def _gather(mine: Any, mesh: Mesh) -> list[Any]:
 
 def _write_checkpoint(final: Path, files: Sequence[Path], mesh: Mesh) -> None:
     """Write the checkpoint `final`, of which this rank has `files`; collective."""
-    partial = final.with_name(final.name + folders.PARTIAL)
+    partial = final.with_name(final.name + PARTIAL)
 
     def make_folder() -> None:
         """Make the empty folder, on the first rank."""

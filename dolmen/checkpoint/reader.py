@@ -34,6 +34,7 @@ from dolmen.checkpoint.folders import METADATA, Damaged
 from dolmen.checkpoint.metadata import Numbers, read_metadata, stored_tensors
 from dolmen.core.state import local_elements
 from dolmen.files.safetensors import Spec
+from dolmen.files.storage import PARTIAL
 
 
 class RemoteFiles(Protocol):
@@ -327,7 +328,7 @@ def locate(path: Path) -> Path:
     folder or folder of checkpoints. Raises ValueError where there is none.
     """
     path = Path(path)
-    partial = path.name.endswith(folders.PARTIAL)
+    partial = path.name.endswith(PARTIAL)
     if folders.is_whole(path) or ((path / folders.STATE).is_file() and not partial):
         return path
     for folder in (path / "checkpoints", path):

@@ -36,7 +36,7 @@ from dolmen.checkpoint import folders, seal
 from dolmen.checkpoint.folders import FILE, METADATA, SEAL, STATE, Damaged
 from dolmen.checkpoint.reader import Checkpoint, Reader
 from dolmen.files import gate, storage, write
-from dolmen.files.storage import RemoteFolder, StoredFile
+from dolmen.files.storage import PARTIAL, RemoteFolder, StoredFile
 
 STEP = re.compile(r"step-(\d{8,})/([^/]+)")
 SET_ASIDE = f"{SEAL}.damaged"
@@ -115,7 +115,7 @@ class RemoteCheckpoints:
         """Download the files of a checkpoint that are not tensors, and give its folder the name
         `final`.
         """
-        partial = final.with_name(final.name + folders.PARTIAL)
+        partial = final.with_name(final.name + PARTIAL)
         if partial.exists():
             folders.remove_checkpoint(partial)
         partial.mkdir(parents=True)

@@ -50,7 +50,7 @@ from dolmen.checkpoint import folders, seal
 from dolmen.checkpoint.metadata import find_numbers
 from dolmen.checkpoint.remote import RemoteCheckpoints
 from dolmen.core import state
-from dolmen.files.storage import StorageError
+from dolmen.files.storage import PARTIAL, StorageError
 
 ALIGNED = 256  # bytes: where a tensor may begin
 LARGEST = 1 << 32  # bytes of a chunk, unless a tensor is larger
@@ -180,7 +180,7 @@ class Writer(FileSystemWriter):
     ):
         # no copies ahead: the tensors are on the CPU, and DCP's thread would open a context on the
         # first GPU
-        self.partial = folder / (folders.name(step) + folders.PARTIAL)
+        self.partial = folder / (folders.name(step) + PARTIAL)
         super().__init__(self.partial, per_thread_copy_ahead=0)
         self.folder, self.step, self.state, self.keep = folder, step, state, keep
         self.pinned, self.saving_rank, self.remote = pinned, rank, remote

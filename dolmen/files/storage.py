@@ -49,6 +49,8 @@ T = TypeVar("T")
 
 COPIES, RUNS = "~/.cache/dolmen/storage", "~/.cache/dolmen/runs"
 SUMS = ".dolmen-sums"
+PARTIAL = ".partial"
+"""Ends the name of a folder that is being written or downloaded, and is never read."""
 LOCAL_SCHEMES = ("file", "local")
 UNFINISHED = b'{"unfinished": true}'
 BLOCK = 16 * 2**20  # bytes of one request of a download
@@ -151,11 +153,13 @@ class RemoteFolder:
         self._repeat(f"{name} cannot be written", attempt)
 
     def upload(self, file: Path, name: str) -> None:
-        """Upload a local file, and look up its size afterwards."""
-        size = file.stat().st_size
+        """Upload a local file, and look up its size afterwards. A file that is replaced meanwhile is
+        uploaded again.
+        """
 
         def attempt() -> None:
             """Upload the file whole, in parts as fsspec decides."""
+            size = file.stat().st_size  # each time: that of another file would never be stored
             with self._atomic_path(name) as path:
                 self._system.put_file(str(file), path)
             self._system.invalidate_cache()
@@ -384,7 +388,7 @@ def pull_files(
     url: str, select: Callable[[Collection[str]], Collection[str]] = lambda names: names
 ) -> list[Path]:
     """Return the local copies of files of the folder at a URL: of all, or of those that
-    `wanted(names)` returns. Files that the folder has no more are deleted from the copy. Raises
+    `select(names)` returns. Files that the folder has no more are deleted from the copy. Raises
     ValueError where there is no such folder, where it is unfinished, and where files differ from
     its checksums; and StorageError.
     """
@@ -411,14 +415,15 @@ def write_into(folder: Path, name: str) -> None:
 
 def _delete_others(target: Path, files: Collection[str]) -> None:
     """Delete the files of a local copy that no object stands for: a model that is now stored in
-    other files would be read from the old ones.
+    other files would be read from the old ones. What another process is making stays, and locks: a
+    lock without its file holds nobody back.
     """
-    for where, _, names in os.walk(target):
+    for where, folders, names in os.walk(target):
+        folders[:] = [name for name in folders if not name.endswith(PARTIAL)]
         for name in names:
             file = Path(where, name)
             relative = str(file.relative_to(target))
-            # those that another process is making
-            if relative.removesuffix(".part").removesuffix(".lock") not in files:
+            if relative.removesuffix(".part") not in files and not name.endswith(".lock"):
                 file.unlink(missing_ok=True)
 
 

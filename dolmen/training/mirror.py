@@ -21,7 +21,7 @@ from dolmen.checkpoint import folders
 from dolmen.checkpoint.remote import RemoteCheckpoints
 from dolmen.core.messages import plural
 from dolmen.files import gate, storage
-from dolmen.files.storage import RemoteFolder, StoredFile
+from dolmen.files.storage import RemoteFolder, StorageError, StoredFile
 from dolmen.training.folder import (
     FORMS,
     LIST,
@@ -136,13 +136,18 @@ class RunUploader:
                     status = file.stat()
                     name = str(file.relative_to(self.out))
                     present[name] = status.st_size, status.st_mtime_ns
-        for name, state in present.items():
-            if self._uploaded.get(name) == state:
-                continue
-            if name.endswith(".jsonl"):  # rows are appended meanwhile
-                remote.write(name, gate.read_bytes(self.out / name, 2**40))
-            else:
-                remote.upload(self.out / name, name)
+        changed = [name for name, state in present.items() if self._uploaded.get(name) != state]
+        for name in changed:
+            try:
+                if name.endswith(".jsonl"):  # rows are appended meanwhile
+                    remote.write(name, gate.read_bytes(self.out / name, 2**40))
+                else:
+                    remote.upload(self.out / name, name)
+            except (StorageError, gate.Refused):
+                # training goes on during the upload, and deletes old rollouts
+                if (self.out / name).exists():
+                    raise
+                del present[name]
         for name in self._uploaded.keys() - present:
             remote.delete(name)
         self._uploaded = present

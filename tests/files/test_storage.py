@@ -62,6 +62,17 @@ def test_a_copy_is_reused_until_the_object_changes(folder, system):
     assert content(copy) == content(folder)  # and what is gone at the URL is gone here
 
 
+def test_what_another_process_makes_in_a_copy_stays(folder, system):
+    storage.push_folder(folder, URL)
+    copy = storage.pull_folder(URL)
+    making = ["step-00000001.lock", "step-00000001.partial/seal", "step-00000001.partial/seal.part"]
+    (copy / "step-00000001.partial").mkdir()
+    for name in (*making, "weights.part", "gone", "gone.part"):
+        (copy / name).touch()
+    storage.pull_folder(URL)
+    assert content(copy).keys() == {*content(folder), *making, "weights.part"}
+
+
 def test_every_fault_and_nothing_is_lost(folder):
     faults = ["error", "slow", "cut", "error"]
     with faulty.plan(put_file=[*faults], pipe_file=[*faults, "wrong"], info=["error"]):

@@ -57,6 +57,23 @@ def test_what_has_changed_is_uploaded(system, out):
     assert "rollouts/00000002.safetensors" not in stored(system)
 
 
+def test_what_changes_during_the_upload(system, out, monkeypatch):
+    """Training goes on: goodput.json is replaced each second, old rollouts are deleted."""
+    (out / "goodput.json").write_bytes(b"{}")
+    put_file, old = Faulty.put_file, out / "rollouts/00000002.safetensors"
+
+    def replaced_first(self, lpath, rpath, **kwargs):
+        if lpath.endswith("goodput.json") and Path(lpath).stat().st_size == 2:
+            Path(lpath).write_bytes(b"{     }")
+        old.unlink(missing_ok=True)
+        put_file(self, lpath, rpath, **kwargs)
+
+    monkeypatch.setattr(Faulty, "put_file", replaced_first)
+    mirror.RunUploader(out, URL)()
+    assert stored(system)["goodput.json"] == b"{     }"
+    assert "rollouts/00000002.safetensors" not in stored(system)
+
+
 def test_what_a_resume_takes(system, out, tmp_path):
     """Nothing that a run does not write, and nothing where there is no complete checkpoint."""
     mirror.RunUploader(out, URL)()
