@@ -303,12 +303,15 @@ def condition_on_draft(
     """
     p, q = target.double().softmax(-1), proposal.double().softmax(-1)
     at = drafts[:, None]
-    accept = (p.gather(-1, at) / q.gather(-1, at)).clamp(max=1)
+    q_of_draft = q.gather(-1, at)
+    accept = (p.gather(-1, at) / q_of_draft).clamp(max=1)
     rest = (p - q).clamp(min=0)
     # 0 only if p = q, where all drafts are accepted
     total = rest.sum(-1, keepdim=True)
     mixture = (1 - accept) * rest / total.clamp(min=torch.finfo(torch.float64).tiny)
-    return mixture.scatter_add(-1, at, accept).log()
+    mixture = mixture.scatter_add(-1, at, accept)
+    # another rank of tp, whose sums differ in the last bit, may have sampled what is impossible here
+    return torch.where(q_of_draft > 0, mixture, p).log()
 
 
 def greedy(

@@ -156,8 +156,12 @@ class DraftModel:
         self, groups: Mapping[int, SequenceGroup], counts: Mapping[int, int]
     ) -> dict[int, Draft]:
         """See `Proposer.propose`. Reads what the cache lacks of each sequence, then one token per
-        forward.
+        forward. A sequence that its table of positions has no rows for gets fewer drafts, or none.
         """
+        if (longest := self.model.spec.longest) is not None:
+            # the last draft is not read
+            rooms = {key: longest + 1 - len(group.tokens) for key, group in groups.items()}
+            counts = {key: min(counts[key], rooms[key]) for key in groups}
         drafts = {key: Draft([], []) for key in groups if counts[key] > 0}
         unread = self._unread(groups)
         unread = {key: unread[key] for key in drafts}

@@ -340,11 +340,12 @@ def test_the_mean_over_drafts_is_the_target():
         drafts = torch.full((50,), draft)
         mixture = sampling.condition_on_draft(p, drafts, q).softmax(-1)
         share = q.softmax(-1)[:, draft]
-        mean += torch.where(share > 0, share, 0)[:, None] * mixture.nan_to_num()
+        mean += share[:, None] * mixture
         # a draft is accepted as often as is possible
         accepted = (p.softmax(-1)[:, draft] / share).clamp(max=1)
         seen = share > 0
         assert torch.allclose(mixture[seen, draft], accepted[seen])
+        assert torch.allclose(mixture[~seen], p.softmax(-1)[~seen])
     assert torch.allclose(mean, p.softmax(-1), atol=1e-14)
 
 
@@ -357,6 +358,26 @@ def test_options_that_do_not_fit_are_refused():
     }.items():
         with pytest.raises(ValueError, match=text):
             SpeculativeConfig(**dict(options))
+
+
+def test_a_draft_model_with_fewer_positions_drafts_where_it_has_some():
+    """It drafts up to its last position, and nothing behind it."""
+    model = doubled("learned")
+    config = replace(DECODERS["learned"], max_position_embeddings=16)
+    short = build(config, SINGLE)
+    initialize(short, seed=1)
+    requests = several(PROMPTS, 1, GREEDY)
+    drafts = DraftModel(BY_MODEL, short.double())
+    lengths = []
+    propose, drafts.propose = drafts.propose, lambda *args: counted(*args)
+
+    def counted(groups, counts):
+        out = propose(groups, counts)
+        lengths.extend((len(groups[key].tokens), len(d.tokens)) for key, d in out.items())
+        return out
+
+    assert tokens(run(model, requests, proposer=drafts)) == tokens(run(model, requests))
+    assert max(length + drafted for length, drafted in lengths if drafted) == 17
 
 
 def test_a_draft_model_has_the_same_vocabulary_and_is_causal():
