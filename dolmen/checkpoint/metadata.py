@@ -236,9 +236,14 @@ class Box(Protocol):
     """A rectangular part of a tensor."""
 
     @property
-    def offsets(self) -> tuple[int, ...]: ...
+    def offsets(self) -> tuple[int, ...]:
+        """Index of its first element along each dim."""
+        ...
+
     @property
-    def sizes(self) -> tuple[int, ...]: ...
+    def sizes(self) -> tuple[int, ...]:
+        """Its elements along each dim."""
+        ...
 
 
 def overlap(chunks: Sequence[Box]) -> bool:

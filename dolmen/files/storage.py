@@ -153,8 +153,8 @@ class RemoteFolder:
         self._repeat(f"{name} cannot be written", attempt)
 
     def upload(self, file: Path, name: str) -> None:
-        """Upload a local file, and look up its size afterwards. A file that is replaced meanwhile is
-        uploaded again.
+        """Upload a local file, and look up its size afterwards. A file that is replaced in the
+        meantime is uploaded again.
         """
 
         def attempt() -> None:

@@ -155,7 +155,7 @@ class Lines:
 
     def __init__(self, file: Path, full: Callable[[bytes], bool], new: bool = False):
         """Open or create the file, lock it, and truncate it before the first line for which
-        `whole(line)` is False. `count` is the number of lines that are left.
+        `full(line)` is False. `count` is the number of lines that are left.
 
         `new`: it must not exist. Raises BlockingIOError if another process holds it, and OSError,
         also for a link.

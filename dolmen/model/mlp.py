@@ -328,7 +328,8 @@ class MoE(Component):
 
 class _RouterLossGradient(TypedFunction):
     """The identity on `weights`. Backward gives `loss` the gradient `scale`, and `tally` the
-    gradient `found` (counts and loss values): once per microbatch, however often forward was run.
+    gradient `statistics` (counts and loss values): once per microbatch, however often forward was
+    run.
     """
 
     @staticmethod

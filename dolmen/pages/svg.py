@@ -38,8 +38,8 @@ FILLS: dict[str, tuple[str, str]] = {
 
 
 def patterns() -> str:
-    """Return the SVG definitions of all FILLS, once for a page; a shape uses url(#f-product) and so
-    on.
+    """Return a hidden <svg> element that defines all FILLS, to be put into a page once; a shape
+    uses url(#f-product) and so on.
     """
     definitions = (
         f'<pattern id="f-{name}" width="8" height="8" patternUnits="userSpaceOnUse">'

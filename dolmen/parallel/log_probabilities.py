@@ -47,7 +47,9 @@ class _LogProbabilities(TypedFunction):
         call: LogitsCall,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log p[label] and, `with_entropy`, the entropy of each token, else None."""
+        """Return log p[label] and, `with_entropy`, the entropy of each token, else None; both are 0
+        where the label is IGNORED.
+        """
         entered, wide = call.tp.gather_input(x), torch.promote_types(x.dtype, torch.float32)
         out = torch.empty(labels.shape, dtype=wide, device=x.device)
         normalizer = torch.empty_like(out)

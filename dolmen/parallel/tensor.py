@@ -361,7 +361,9 @@ def _needed_gradients(ctx: Context[_Call]) -> tuple[bool, tuple[bool, ...], tupl
 
 
 def _gather_tokens(x: Tensor, axis: Axis | None) -> Tensor:
-    """All-gather x along its tokens over `axis` and wait; x itself where `axis` is None."""
+    """All-gather x along its tokens over `axis` and wait, without autograd; x itself where `axis`
+    is None.
+    """
     return x if axis is None else transfers.wait(transfers.start_all_gather(x, axis), axis)
 
 

@@ -310,7 +310,7 @@ def condition_on_draft(
     total = rest.sum(-1, keepdim=True)
     mixture = (1 - accept) * rest / total.clamp(min=torch.finfo(torch.float64).tiny)
     mixture = mixture.scatter_add(-1, at, accept)
-    # another rank of tp, whose sums differ in the last bit, may have sampled what is impossible here
+    # another rank of tp, whose sums differ in the last bit, may have drafted the impossible
     return torch.where(q_of_draft > 0, mixture, p).log()
 
 

@@ -97,7 +97,7 @@ def without_outputs(config: RunConfig, layout: Layout) -> RunConfig:
         config = replace(config, layout=replace(layout, dp=layout.dp or 1, reduction="fixed"))
     return replace(
         config,
-        checkpoint=replace(config.checkpoint, to=None, every=0),
+        checkpoint=replace(config.checkpoint, to=None, every=0, snapshot_every=0),
         log=LogConfig(),
         evaluate=DuringConfig(),
         finish=FinishConfig(),

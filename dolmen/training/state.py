@@ -218,8 +218,8 @@ class TrainState:
         return [*self.model.delayed_scaling().values(), *critic]
 
     def names(self) -> set[str]:
-        """Return the checkpoint names of all tensors of the model and critic, including those on
-        other pipeline stages.
+        """Return the names of all tensors of a checkpoint: weights, optimizer state and fp8 scales
+        of the model and critic, including those on other pipeline stages.
         """
         specs = self.model.spec.params
         critic = set() if self.critic is None else self.critic.state.names()
