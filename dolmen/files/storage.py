@@ -60,6 +60,7 @@ PATIENCE = 600.0
 FIRST_PATIENCE = 20.0
 """The same for listings, which come first: where mistakes in names and credentials show."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0  # seconds
+DEEPEST = 100  # folders in an object's name
 DOWNLOADS = 3  # of a file whose content is not what it was, before it counts as damaged
 
 
@@ -287,8 +288,11 @@ class RemoteFolder:
 
 
 def _check_name(url: str, name: str) -> None:
-    """Raise StorageError unless the object's name is a relative path that stays in its folder."""
-    if "\0" in name or any(part in ("", ".", "..") for part in name.split("/")):
+    """Raise StorageError unless the object's name is a relative path that stays in its folder, not
+    so deep that walking through the copy would exceed Python's recursion limit.
+    """
+    parts = name.split("/")
+    if "\0" in name or len(parts) > DEEPEST or any(part in ("", ".", "..") for part in parts):
         raise StorageError(
             f"{url}: the object {name[:200]!r} has a name that no local file can have"
         )

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dolmen.core.consensus import gather_objects
 from dolmen.core.mesh import Mesh
+from dolmen.core.messages import escape
 from dolmen.core.state import local_view, region, replication_weight
 from dolmen.files import gate, kinds, write
 from dolmen.model.decoder import Decoder
@@ -100,8 +101,15 @@ def chain(before: str, loss: str, norm: str, weights: Weights) -> str:
 
 
 def total(parts: Mapping[str, str]) -> int:
-    """Return the digest of a full weight from those of its parts."""
-    return sum(int(part, 16) for part in parts.values()) % 2**64
+    """Return the digest of a full weight from those of its parts. Raises ValueError for a part that
+    is not hexadecimal.
+    """
+    try:
+        return sum(int(part, 16) for part in parts.values()) % 2**64
+    except ValueError:
+        raise ValueError(
+            f"{RECEIPTS} is damaged: a weight has the digests {escape([*parts.values()])[:80]}"
+        ) from None
 
 
 def digest_weights(model: Decoder, mesh: Mesh) -> Weights:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dolmen.checkpoint.folders import list_checkpoints
-from dolmen.core.messages import as_bad_input
+from dolmen.core.messages import as_bad_input, escape
 from dolmen.evaluation.config import DuringConfig
 from dolmen.files import write
 from dolmen.model.layout import Layout
@@ -59,9 +59,10 @@ def replay(options: ReplayConfig, guarded: Guard) -> int:
             return code
         repeated = {row["step"]: row for row in read_receipts(out / RECEIPTS)}
     steps = range(before + 1, options.step + 1)
-    difference = first_difference(recorded, repeated, steps)
+    with as_bad_input(ValueError):
+        difference = first_difference(recorded, repeated, steps)
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    print(f"{span}: {difference or 'the bits are those that were recorded'}")
+    print(f"{span}: {escape(difference or 'the bits are those that were recorded')}")
     return 1 if difference else 0
 
 
@@ -117,7 +118,7 @@ def first_difference(
 ) -> str | None:
     """Return what differs in the first of `steps` whose receipts do, in words: the loss, the
     gradient norm, or a weight, and where both runs have the same parts of it, the first rank whose
-    part does; None if all are equal.
+    part does; None if all are equal. Raises ValueError for a damaged digest.
     """
     for step in steps:
         if step not in recorded or step not in repeated:

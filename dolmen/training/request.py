@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from dolmen.core.config import Count, Mark, Name, Positive, config, from_dict, to_dict
-from dolmen.core.filesystem import is_url
+from dolmen.core.filesystem import expand, is_url
 from dolmen.files import gate, kinds, storage, write
 from dolmen.model.layout import Layout
 from dolmen.training.config import RunConfig
@@ -92,6 +92,8 @@ class TrainRequest:
                 )
             config = replace(config, checkpoint=replace(config.checkpoint, to=out))
             out = str(storage.working_folder(out))
+        # a shell leaves the ~ of --out=~/run to the program
+        out = str(expand(out))
         return cls(config, replace(handling, out=out), source)
 
     @property

@@ -11,6 +11,8 @@ from tinyrun import dolmen, losses, same, tensors
 
 from dolmen.files import storage
 from dolmen.training import mirror
+from dolmen.training.config import RunConfig
+from dolmen.training.request import LaunchOptions, TrainRequest
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 FIXED = ("--optimizer.schedule", "constant", "--log.validate-every", 0, "--checkpoint.every", 2)
@@ -134,3 +136,13 @@ def test_two_urls(material, tmp_path):
     assert "--out memory://a/run is a URL, and --checkpoint.to memory://b/run another" in (
         refused.words
     )
+
+
+def test_a_home_directory_in_out(monkeypatch, tmp_path):
+    """A shell leaves the ~ of --out=~/run as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for out, folder in (
+        ("~/run", tmp_path / "run"),
+        ("~nobody-here/run", Path("~nobody-here/run")),
+    ):
+        assert TrainRequest.from_config(RunConfig(), LaunchOptions(out=out), None).out == folder

@@ -357,3 +357,19 @@ def test_a_step_is_replayed(material, tmp_path, capsys):
     (tmp_path / "receipts.jsonl").write_text(receipt.dump_receipts(rows))
     assert replay.replay(options, lambda work: work()) == 1
     assert "steps 4 to 5: loss differs first in step 5, of 0 weights" in capsys.readouterr().out
+
+
+def test_a_damaged_receipt_reaches_no_terminal(material, tmp_path, monkeypatch, capsys):
+    """Names and digests are those of a file that may be anybody's."""
+    row = {"step": 5, "loss": "0x1p+0", "grad_norm": "0x1p+0", "operators": {}}
+    repeated = {5: row | {"receipt": "0", "weights": {}}}
+    recorded = {5: row | {"receipt": "1", "weights": {"\x1b[2Jw": {"0": "zz"}}}}
+    with pytest.raises(ValueError, match=r"receipts.jsonl is damaged: .* \['zz'\]"):
+        replay.first_difference(recorded, repeated, range(5, 6))
+    train(material, tmp_path)
+    rows = receipt.read_receipts(tmp_path / "receipts.jsonl")
+    rows[4] |= {"receipt": "0", "weights": {"\x1b[2Jw": {"0": "1"}}}
+    (tmp_path / "receipts.jsonl").write_text(receipt.dump_receipts(rows))
+    assert replay.replay(ReplayConfig(str(tmp_path), 5), lambda work: work()) == 1
+    printed = capsys.readouterr().out
+    assert "differs first in step 5, of 1 weights" in printed and "\x1b[2J" not in printed
