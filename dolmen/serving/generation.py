@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dolmen.conversion.source import ModelSource, open_source
+from dolmen.core.mesh import SINGLE
 from dolmen.core.messages import brief
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.families import Model, special_tokens
@@ -307,8 +308,10 @@ def generate_samples(
     limits = Limits(rows=batch, tokens=config.max_batch_tokens)
     names = config.speculative.models
     draft = open_source(names[0]) if names else None
+    # the draft model has to be where the model is: its logits are compared with the model's
+    mesh = replace(SINGLE, device=model.device)
     proposer = engine.open_proposer(
-        config.speculative, model.spec, draft, weights=config.weights, limits=limits
+        config.speculative, model.spec, draft, mesh, weights=config.weights, limits=limits
     )
     with Engine(
         model,
