@@ -16,8 +16,9 @@ shares sum to one. The training loop names its phases as it passes them (`Watch.
 
     stragglers       part of the steps in which the fastest rank waited for the slowest
 
-The sums are in goodput.json, which is written at most once a second: a kill loses as much, which
-then counts as `down`. The time between the end of a run and a resume by hand is not the run's.
+The sums are in goodput.json, which is written where a phase begins, at most once a second: what a
+kill cuts off, part of a step, counts as `down`. The time between the end of a run and a resume by
+hand is not the run's.
 
 Stragglers. A thread of each rank looks at its main thread every 20 ms and counts how often, in a
 step, that stands in a collective, and in which. The rank that stands there least is the one that
