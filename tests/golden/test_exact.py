@@ -277,17 +277,18 @@ def last_first(parts):
 
 
 ADAMW, ADD = optimizer._adamw, Tree.add
-HOLDERS = exact.ExactReduction._gradient_holders
+END_BACKWARD = exact.ExactReduction.end_backward
 
 
-def add_to_embedding(reduction):
-    """The parameters, after the gradient of a tied head has joined the embedding's tree."""
+def add_to_embedding(reduction, micro, last):
+    """End a backward after the gradient of a tied head has joined that of the embedding."""
     for weight in reduction.tied:
         if weight.grad is not None:
-            embedding = next(p for name, p in HOLDERS(reduction) if name == "embed.weight")
+            holders = reduction._gradient_holders()
+            embedding = next(p for name, p in holders if name == "embed.weight")
             embedding.grad.add_(weight.grad)
             weight.grad = None
-    return HOLDERS(reduction)
+    END_BACKWARD(reduction, micro, last)
 
 
 BOTH = ("a factor rounded before sums",)  # one process, too, and in it as often
@@ -336,7 +337,7 @@ DAMAGES = {
     "a tied head in the embedding's tree": (
         "zero1 acc4",
         exact.ExactReduction,
-        "_gradient_holders",
+        "end_backward",
         add_to_embedding,
     ),
     "squares off the grid": (
