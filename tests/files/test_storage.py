@@ -62,6 +62,25 @@ def test_a_copy_is_reused_until_the_object_changes(folder, system):
     assert content(copy) == content(folder)  # and what is gone at the URL is gone here
 
 
+def test_without_times_the_etag_says_what_has_changed(folder, monkeypatch):
+    """As over http."""
+    tags = {"/bucket/model/weights": '"one"'}
+    info = Faulty.info
+
+    def without_time(self, path, **kwargs):
+        known = info(self, path, **kwargs)
+        return {n: known[n] for n in ("name", "size", "type")} | {"ETag": tags.get(path, "")}
+
+    monkeypatch.setattr(Faulty, "info", without_time)
+    remote = RemoteFolder(URL)
+    for content, tag in ((b"a", "one"), (b"b", "two"), (b"c", "two")):
+        tags["/bucket/model/weights"] = f'"{tag}"'
+        remote.write("weights", content)
+        copy = storage.pull_file(f"{URL}/weights")
+        assert copy is not None
+        assert copy.read_bytes() == (b"b" if tag == "two" else b"a")
+
+
 def test_what_another_process_makes_in_a_copy_stays(folder, system):
     storage.push_folder(folder, URL)
     copy = storage.pull_folder(URL)
