@@ -80,7 +80,7 @@ class StoredFile:
 
 class RemoteFolder:
     """The objects below a URL. Names are relative, with `/`. Every method raises StorageError where
-    the storage fails for PATIENCE seconds.
+    the storage fails for PATIENCE seconds, `files` and `find` after FIRST_PATIENCE.
     """
 
     def __init__(self, url: str):
