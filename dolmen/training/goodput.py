@@ -35,6 +35,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from dolmen.core.messages import escape
 from dolmen.files import gate, kinds, write
 from dolmen.launch.watchdog import collective_of
 
@@ -155,7 +156,8 @@ class GoodputTimer:
                 self.seconds = dict.fromkeys(PHASES, 0.0)
             for phase in PHASES:
                 self.seconds[phase] += earlier["seconds"].get(phase, 0.0)
-            self.slow = dict(earlier["slow"])
+            # names are printed, and the file may be anybody's
+            self.slow = {escape(name): seconds for name, seconds in earlier["slow"].items()}
             self.split = self.seconds["steps"]
         self.reached = max(step, earlier["reached"] if earlier else 0)
         if not idle:

@@ -214,3 +214,13 @@ def test_two_processes_one_slow_and_one_killed(material, tmp_path):
     assert stored["seconds"]["stragglers"] > 0.2 * stopped, (stored, stopped)
     assert next(iter(summary["slow_ranks"])).startswith("rank 1 delays"), stored
     assert "of the wall time in productive steps" in said and "rank 1 delays" in said
+
+
+def test_names_of_an_earlier_start_are_escaped(tmp_path):
+    """They are printed at the end of the run."""
+    row = {"until": 0, "reached": 1, "seconds": {}, "slow": {"\x1b[2J": 5.0}}
+    (tmp_path / goodput.FILE).write_text(json.dumps(row))
+    timer = goodput.GoodputTimer()
+    timer.open(tmp_path / goodput.FILE, resumed=True, restarted=True, idle=False, step=1)
+    timer.switch("steps")
+    assert [name.isprintable() for name in timer.slow] == [True]
