@@ -93,8 +93,8 @@ def _seen(queries: int, keys: int, left: int, right: int) -> int:
 def _count_flash_forward(args: Sequence[Any], options: dict[str, Any]) -> Multiplied:
     """Count two products: scores, and their weighted sum of values."""
     q, _, _, segments, _, queries, keys, _, causal = args[:9]
-    flops = _count_flash(q, segments, (queries, keys), causal, options)
-    return flops._replace(flops=2 * flops.flops)
+    scores = _count_flash(q, segments, (queries, keys), causal, options)
+    return scores._replace(flops=2 * scores.flops)
 
 
 def _count_flash_backward(args: Sequence[Any], options: dict[str, Any]) -> Multiplied:
@@ -102,8 +102,8 @@ def _count_flash_backward(args: Sequence[Any], options: dict[str, Any]) -> Multi
     values.
     """
     _, q, _, _, _, _, segments, _, queries, keys, _, causal = args[:12]
-    flops = _count_flash(q, segments, (queries, keys), causal, options)
-    return flops._replace(flops=5 * flops.flops)
+    scores = _count_flash(q, segments, (queries, keys), causal, options)
+    return scores._replace(flops=5 * scores.flops)
 
 
 def _count_cudnn(q: Tensor, k: Tensor, causal: bool, products: int) -> Multiplied:
@@ -482,10 +482,12 @@ class Counting(dispatch.Dispatch):
             self._row("memory", name.removeprefix("aten."), **moved)
             return
         # FLOPs by formula, from shapes only
-        flops = product(args, options)
+        counted = product(args, options)
         op = name.removeprefix("aten.")
-        factors = SHORT[flops.dtype]
-        self._row(flops.kind, op, flops=flops.flops, shape=flops.shape, dtype=factors, **moved)
+        factors = SHORT[counted.dtype]
+        self._row(
+            counted.kind, op, flops=counted.flops, shape=counted.shape, dtype=factors, **moved
+        )
 
     def _collective_axis(self, sends: str, name: str, args: Sequence[Any]) -> str | None:
         """Return the mesh axis of a collective, by the process group in its `args`; None for a

@@ -99,7 +99,8 @@ def without_outputs(config: RunConfig, layout: Layout) -> RunConfig:
     return replace(
         config,
         checkpoint=replace(config.checkpoint, to=None, every=0, snapshot_every=0),
-        log=LogConfig(),
+        # the last step is validated in any case
+        log=LogConfig(validate_every=0, validation_tokens=1),
         evaluate=DuringConfig(),
         finish=FinishConfig(),
     )

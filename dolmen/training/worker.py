@@ -129,8 +129,10 @@ def finish_run(request: TrainRequest, started: Launch | None, outcome: Outcome) 
     if outcome.signal:
         return 128 + outcome.signal
     first = started is None or started.rank == 0
-    # workers of our launcher leave it to the process that waits for them
-    return finish(request.config, request.out) if first and not process.launched_here() else 0
+    # workers of our launcher leave it to the process that waits for them; a replay has no model
+    if not first or process.launched_here() or request.stop_after is not None:
+        return 0
+    return finish(request.config, request.out)
 
 
 def _join_and_finish(request: TrainRequest, on_metrics: MetricsCallback) -> None:
@@ -158,7 +160,7 @@ def _start_processes(request: TrainRequest, guarded: Guard) -> int:
     if world == 1 and not restarts:
         return guarded(lambda: finish_run(request, None, worker(request, None, device, prepared)))
     code = launcher.launch(world, ["train"], restarts, to_dict(request))
-    return code or finish(resolved, request.out)
+    return code or (finish(resolved, request.out) if request.stop_after is None else 0)
 
 
 def count_processes(config: RunConfig, nproc: int | None) -> int | None:

@@ -350,7 +350,10 @@ def test_a_step_is_replayed(material, tmp_path, capsys):
     options = ReplayConfig(str(tmp_path), 5)
     before = (tmp_path / "receipts.jsonl").read_text()
     assert replay.replay(options, lambda work: work()) == 0
-    assert "steps 4 to 5: the bits are those that were recorded" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "steps 4 to 5: the bits are those that were recorded" in printed
+    # its folder is gone
+    assert "dolmen export" not in printed and "written" not in printed
     assert (tmp_path / "receipts.jsonl").read_text() == before
     rows = receipt.read_receipts(tmp_path / "receipts.jsonl")
     rows[4] |= {"receipt": "0", "loss": "0x1.0p+0"}
