@@ -375,6 +375,8 @@ class TrainingHooks:
         if self.record is not None:  # what was made after `step` is made again
             # `dolmen show` marks the steps up to here as repeated
             row["reached"] = max(state.step, self.record.reached)
+            # goodput.json of a killed process may be a second old
+            self.timeline.reached = max(self.timeline.reached, self.record.reached)
         self.history.add(state.step, row)
 
     def close(self, step: int, ended: str) -> None:

@@ -92,6 +92,9 @@ def test_shares_of_a_run_that_was_killed(material, tmp_path, clock, monkeypatch)
         patch.setattr(loop, "_step", killed)
         train(material, tmp_path / "run", clock, StartMode())
     assert len(made) == 7
+    # as of a file that was a second old; metrics.jsonl has step 7
+    file = tmp_path / "run" / goodput.FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"reached": 6}))
     clock.now += 10  # until the launcher starts it again
     outcome = train(material, tmp_path / "run", clock, StartMode(True, restarted=True))
     seconds = {
