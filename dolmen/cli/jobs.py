@@ -10,6 +10,7 @@ from pathlib import Path
 
 import yaml
 
+from dolmen.core.filesystem import is_url
 from dolmen.core.messages import BadInput, as_bad_input, escape
 from dolmen.files import gate, write
 from dolmen.launch import jobs
@@ -45,8 +46,10 @@ def _write(job: Job, run: RunConfig) -> Path:
     """Write the job file and return its path. Raises ValueError where another file is there."""
     name = jobs.job_name(run.name)
     out = job.out or str(TrainRequest.from_config(run, LaunchOptions(), job.run).out)
-    if job.out is None and not isinstance(job, SlurmConfig):
-        out = f"{job.mount.rstrip('/')}/runs/{name}"
+    if not isinstance(job, SlurmConfig):
+        out = job.out or f"{job.mount.rstrip('/')}/runs/{name}"
+    elif not is_url(out):  # the job may be submitted from another folder
+        out = str(Path(out).absolute())
     text = yaml.safe_dump(acting_options(run), sort_keys=False)
     content = jobs.job_file(job, name, out, text, gpus=run.train.device != "cpu")
     file = Path(job.file or f"{name}.{jobs.FILES[type(job)]}")

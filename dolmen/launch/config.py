@@ -103,6 +103,11 @@ class SkypilotConfig(JobConfig):
     """Shell command that installs dolmen on a node."""
 
     def __post_init__(self):
+        if ":" in self.accelerator:
+            raise ValueError(
+                f"--accelerator is {self.accelerator[:80]!r}: give the type alone; the number of a "
+                "node is --nproc-per-node"
+            )
         if self.out is None and self.volume is None:
             raise ValueError(
                 "nodes of SkyPilot share no folder, and lose theirs when they are recovered: give "

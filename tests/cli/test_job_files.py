@@ -64,7 +64,7 @@ def test_a_script_of_slurm(file):
         "--time=1:00:00",
         "--exclusive",
     } < set(re.findall(r"--\S+", options[1]))
-    assert f"dolmen train {file} --resume --out='runs/My run: 2'" in text
+    assert f"dolmen train {file} --resume --out='{file.parent}/runs/My run: 2'" in text
 
 
 def test_a_job_of_kubeflow(file, monkeypatch):
@@ -144,6 +144,7 @@ def test_processes_of_a_cpu_ask_for_no_gpu(file):
         (("kubeflow", "run.yaml"), "missing --image"),
         (("kubeflow", "run.yaml", "--image", "x", "--volume", "A_b"), "--volume is 'A_b': it must"),
         (("skypilot", "run.yaml"), "nodes of SkyPilot share no folder"),
+        (("skypilot", "run.yaml", "--out", "x", "--accelerator", "H100:4"), "give the type alone"),
         (("skypilot", "run.yaml", "--out", "x", "--submit"), "--submit needs sky, which is not"),
     ],
 )
