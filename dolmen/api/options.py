@@ -30,8 +30,9 @@ T = TypeVar("T", bound="DataclassInstance")
 
 @contextmanager
 def value_errors(keywords: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Raise bad input within this context as ValueError, with the message of the command line in
-    which options are written as keywords. `keywords`: option -> keyword, where they differ.
+    """Raise BadInput, ValueError, KeyError and OSError of this context as ValueError, with the
+    message of the command line in which options are written as keywords. `keywords`: option ->
+    keyword, where they differ.
     """
     try:
         yield

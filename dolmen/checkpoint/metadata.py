@@ -70,8 +70,8 @@ def find_numbers(file: io.BufferedIOBase, position: int, length: int) -> Numbers
 
 def blocks(file: io.BufferedIOBase, start: int, size: int, row: int, name: str) -> Iterator[Tensor]:
     """Yield `size` bytes of the file from `start` as uint8 tensors, each of as many whole rows of
-    `row` bytes as fit into BLOCK (64 MiB). `name`: of the tensor, for errors. Raises EOFError where
-    the file ends early.
+    `row` bytes as fit into BLOCK (64 MiB), at least one. `name`: of the tensor, for errors. Raises
+    EOFError where the file ends early.
     """
     # whole rows, at least one
     step = max(1, BLOCK // row) * row

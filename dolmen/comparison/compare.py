@@ -152,7 +152,8 @@ def _differences_by_rank(
     a: Recorded, b: Recorded, least: float = 0.0
 ) -> tuple[float, dict[tuple[str, int], float]]:
     """Compare what each rank of either side holds with the joined tensor of B. Returns the largest
-    difference, NaN counting as largest, and that of each (side, rank).
+    difference, NaN counting as largest, and that of each (side, rank). Of a side whose ranks hold
+    summands the sum is compared, under the first rank.
     """
     full = b.join()
     sides = {"A": a, "B": b}

@@ -27,7 +27,7 @@ def gather_objects(mine: Any) -> list[Any]:
 
 
 def hash_sources(folder: Path) -> dict[str, str]:
-    """Return a hash of the text of each .py file under `folder`, by its path."""
+    """Return a hash of the bytes of each .py file under `folder`, by "code " and its path there."""
     files = sorted(folder.rglob("*.py"))
     return {
         f"code {path.relative_to(folder)}": hashlib.blake2b(

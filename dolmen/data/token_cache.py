@@ -213,8 +213,8 @@ def sweep(parent: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder of plain files. Subfolders stay, and so does the folder then. Errors are
-    ignored.
+    """Delete a folder of plain files, its MARK last. The first error, of which a subfolder is one,
+    ends it silently, and what is left stays.
     """
     with suppress(OSError):
         # the mark last: what a kill leaves here is swept too

@@ -148,7 +148,7 @@ def cut(blocks: Iterable[str], piece: int = PIECE) -> Iterator[tuple[str, bool]]
 def seam(text: str, low: int, high: int) -> int:
     """Find where to cut a text in (low, high]: before the last line that is not indented, where
     byte-level tokenizers begin a word anyway, so that no token changes; else before a line, else
-    before a space, else at `high`.
+    before a space, else at `high`, which must be less than len(text).
     """
     at = high
     while (at := text.rfind("\n", low, at)) >= 0:

@@ -324,8 +324,9 @@ def find_held_out(documents: np.ndarray, choice: Choice) -> Masks:
 def divide_one(
     corpus: Corpus, choice: Choice, endings: dict[int, Ending], validated: set[int], why: str
 ) -> Division:
-    """Divide one source. `validated`: words' hashes that earlier sources validate already; those of
-    this source are added to it. `why` is for the note.
+    """Divide one source. `endings`: exact hash of a document -> where it is cut, for all that are.
+    `validated`: words' hashes that earlier sources validate already; those of this source are added
+    to it. `why` is for the note.
     """
     words, exact = corpus.documents["words"], corpus.documents["hash"]
     masks = find_held_out(corpus.documents, choice)
@@ -458,8 +459,8 @@ def exclusion_note(corpus: Corpus, indices: np.ndarray, why: str) -> str:
 
 
 def check_length(division: Division, corpus: Corpus, sequence_length: int) -> None:
-    """Raise ValueError where a source has fewer training tokens than one window, saying where the
-    others went.
+    """Raise ValueError where a source has fewer training tokens than one window (sequence_length + 1)
+    and state where the others went.
     """
     left = len(division.training)
     if left > sequence_length:

@@ -326,8 +326,9 @@ def canonical_names(family: Family, config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def fill_defaults(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config under canonical names with absent fields at their defaults, and dolmen's
-    own fields, which are nested under "dolmen" in a file, at the top level.
+    """Return the config of a file under canonical names, with absent fields at their defaults, and
+    dolmen's own fields at the top level. These are read under "dolmen" only, so do not pass what
+    this has returned. Unknown fields stay.
     """
     ours = {RESERVED, *(field.name for field in family.fields if field.ours)}
     unchanged = {n: v for n, v in canonical_names(family, config).items() if n not in ours}

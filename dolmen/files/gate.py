@@ -74,8 +74,8 @@ def refuse(file: Path | str, reason: object) -> Refused:
 
 @contextmanager
 def open_file(file: Path | str) -> Iterator[BinaryIO]:
-    """Open a file to read bytes. Raises Refused if it is missing or not a regular file, and if
-    reading it fails.
+    """Open a file to read bytes. Raises Refused if it is missing or not a regular file, and for any
+    OSError within the context, as reading may fail.
     """
     try:
         if not stat.S_ISREG(os.stat(file).st_mode):

@@ -505,7 +505,9 @@ def _tensor(view: StoredView, content: bytes) -> Tensor:
 
 
 def dump_bytes(value: Mapping[str, Shaped[Tensor, "..."] | Mapping[str, int | str]]) -> bytes:
-    """Pickle a mapping of tensors and plain values as `load_bytes` reads it."""
+    """Pickle a mapping of tensors and plain values by `pickle`, not torch.save; `load_bytes` reads
+    it.
+    """
     return pickle.dumps(dict(value), protocol=4)
 
 

@@ -87,8 +87,8 @@ def _replace(text: str, values: Mapping[str, Any]) -> str:
 
 
 def _fill(node: Any, values: Mapping[str, Any]) -> Any:
-    """Replace each {{name}} in the strings of a parsed document; fields that become None are left
-    out.
+    """Replace each {{name}} in the strings of a parsed document; a string of nothing else becomes
+    the value with its type. Fields that are None are left out.
     """
     match node:
         case dict():

@@ -456,8 +456,9 @@ def tier_traffic(row: LedgerRow, machine: Machine) -> Iterator[Traffic]:
 
 
 def shares(op: str, road: Road) -> tuple[float, float]:
-    """Return two shares of a collective's payload that each rank sends: within its node, and out of
-    it.
+    """Return two shares of a collective's full payload that a rank sends, on average over the ranks
+    of its node: within the node, and out of it. `op`: all-to-all, all-reduce (twice a ring's, so
+    the shares may add up to over 1), or any other, a ring in one direction.
     """
     n, g = road.ranks, road.together
     if op == "all-to-all":

@@ -342,7 +342,9 @@ class RunConfig:
             )
 
     def refuse_compiled(self) -> None:
-        """Raise ValueError for compiled blocks with a schedule that splits backward."""
+        """Raise ValueError if train.compile is set. For runs whose schedule splits backward, which
+        the caller checks.
+        """
         if self.train.compile:
             raise ValueError(
                 f"train.compile and layout.schedule {self.layout.schedule} exclude each other: a "

@@ -317,8 +317,8 @@ class ChatFormat(ChoiceFormat):
 
 
 def top_logprobs(top: Sequence[TokenLogprob]) -> dict[str, float]:
-    """Return token name -> log-probability. Of tokens with the same name the most likely one
-    counts.
+    """Return token name -> log-probability of tokens that are sorted, the most likely first. Of
+    tokens with the same name the first counts.
     """
     # reversed: the later entry of a dict wins, and that should be the most likely
     return {candidate.name: candidate.logprob for candidate in reversed(top)}

@@ -105,8 +105,9 @@ def _check_rewards(resolved: ResolvedRun) -> None:
 
 
 def _check_replay(run: RunConfig) -> None:
-    """Raise ValueError for routing replay of a model without experts, of a compiled model, and with
-    router biases that move between updates.
+    """Raise ValueError for a model without experts, a compiled model, and router biases that move
+    between updates (balance bias, bias-rate over 0). For runs with rollout.routing-replay, which
+    the caller checks.
     """
     if not run.spec.experts:
         raise ValueError(
