@@ -356,9 +356,9 @@ class Hooks:
     def _record_heads(
         self, name: str, x: Tensor, number: int, first: int, size: int, columns: slice = slice(None)
     ) -> None:
-        """Record this rank's heads, from number `first` of `number`. x is [..., heads here, size],
-        or [tokens, heads here x size]; `columns` selects columns of each head. Where several tp
-        ranks hold the same key or value head, their gradients are partial sums.
+        """Record this rank's heads, from number `first` of `number`. x is [batch, length, heads
+        here, size], or [..., heads here x size]; `columns` selects columns of each head. Where
+        several tp ranks hold the same key or value head, their gradients are partial sums.
         """
         here = x.shape[-2] if x.ndim == 4 else x.shape[-1] // size
         where = slice(first * size, (first + here) * size)

@@ -221,6 +221,6 @@ def reduce_scalar(
     x: Shaped[Tensor, "*shape"], axis: Axis, op: str = "sum"
 ) -> Shaped[Tensor, "*shape"]:
     """Combine x of all ranks by `op` (sum, max, min), outside autograd; x itself is not changed:
-    for counts, norms, flags.
+    for counts, norms, flags. An axis of one rank returns x itself, graph included.
     """
     return x if axis.size == 1 else wait(start_all_reduce(x.detach(), axis, op), axis)

@@ -411,8 +411,8 @@ def from_words(hint: Any, words: Sequence[str], option: str) -> Any:
 
 def _from_word(kind: Any, word: str, option: str, expected: str, hint: Any) -> Any:
     """Parse one word as `kind`, which is never None; a bool is exactly True or False. For the error
-    message alone: `expected`, what it must be, and `hint`, the full type, which adds "or None" if it
-    allows that. Raises ValueError.
+    message alone: `expected`, what it must be, and `hint`, the full type, which adds "or None" if
+    it allows that. Raises ValueError.
     """
     if get_origin(kind) is typing.Literal:
         known = {str(choice): choice for choice in get_args(kind)}

@@ -207,7 +207,8 @@ def write_tokens(
     reach: Callable[[int], None],
 ) -> Written:
     """Tokenise a source with `workers` threads and write tokens.bin into `folder`; return the other
-    records. `reach(bytes read)` reports progress.
+    records. `origin` is the cache's description: files with sizes, text_field, end_of_text (written
+    behind every document), dtype. `reach(bytes read)` reports progress.
     """
     ends, documents, seams = array("q"), Column(DOCUMENT), Column(SEAM)
     # bytes of the files before each

@@ -459,8 +459,8 @@ def exclusion_note(corpus: Corpus, indices: np.ndarray, why: str) -> str:
 
 
 def check_length(division: Division, corpus: Corpus, sequence_length: int) -> None:
-    """Raise ValueError where a source has fewer training tokens than one window (sequence_length + 1)
-    and state where the others went.
+    """Raise ValueError where a source has fewer training tokens than one window (sequence_length +
+    1), and state where the others went.
     """
     left = len(division.training)
     if left > sequence_length:

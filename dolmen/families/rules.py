@@ -251,8 +251,8 @@ def _layer_entries(
 
 
 def ending(rule: Rule, kind: str) -> str:
-    """Return the suffix of a stored weight or bias (`kind`) after its module's name, with
-    the dot.
+    """Return the suffix of a stored weight or bias (`kind`) after its module's name, with the dot;
+    a bare parameter has none, and "_bias" for its bias.
     """
     match rule:
         case BareParameter():

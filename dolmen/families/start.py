@@ -90,7 +90,9 @@ def field_from_words(field: Field, words: Words, option: str) -> Any:
 
 
 def _value(full: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a path, `name` or `name.inner`, of explicit fields."""
+    """Return the value at a path, `name` or `name.inner`, of explicit fields; None where `name` has
+    no `inner`. Raises KeyError for a missing `name`.
+    """
     name, _, inner = path.partition(".")
     return (full[name] or {}).get(inner) if inner else full[name]
 

@@ -55,7 +55,7 @@ def replay_routes(
     spec: ModelSpec, split: ModelSplit, experts: Int64[Tensor, "sequences length choices"]
 ) -> Routes:
     """Return Routes that force this cp rank's tokens of a microbatch to the experts recorded for
-    all its tokens, one row of choices per token.
+    all its tokens (of every cp rank): per token the choices of all expert layers, side by side.
     """
     # this cp rank's tokens (zigzag), as the decoder splits them
     here = split.cp.split(experts, 1)

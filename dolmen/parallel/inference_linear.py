@@ -168,8 +168,8 @@ class SplitIntegerLinear:
 
 
 def _max_over(x: Tensor, axis: Axis) -> Tensor:
-    """Return the maximum of x, at least 0, over the ranks of an axis; infinite where one has NaN,
-    which gloo's maximum loses unless the first rank has it.
+    """Return the maximum over the ranks of an axis of x, which must not be negative; infinite where
+    one has NaN, which gloo's maximum loses unless the first rank has it.
     """
     return reduce_scalar(x.nan_to_num(nan=torch.inf, posinf=torch.inf), axis, "max")
 
@@ -316,8 +316,9 @@ class AdapterAssignment:
 def segments(
     names: Sequence[str | None], counts: Sequence[int], device: torch.device
 ) -> list[Segment]:
-    """Group the tokens of concatenated sequences by adapter: `names` and token `counts` of each
-    sequence, None for no adapter. A segment that has all tokens has no indices.
+    """Group the tokens of concatenated sequences by adapter, in the order of their first use:
+    `names` and token `counts` of each sequence. Tokens without an adapter (None) are in no segment.
+    A segment that has all tokens has no indices.
     """
     adapter_rows: dict[str, list[int]] = {}
     first = 0

@@ -283,6 +283,7 @@ def _zero_bubble_v_actions(rank: int, ranks: int, micros: int) -> list[Action]:
         rank 1 |    F0 F0.1 F1 F1.1 I0.1 W0.1 F2 I0 W0 ...
 
     From then on a rank does as many backwards as forwards, so it holds p microbatches at most.
+    `micros` must be at least 2 p - 1, which the caller checks.
     """
     out, next_ = [], {kind + chunk: 0 for kind in "FIW" for chunk in "01"}
 

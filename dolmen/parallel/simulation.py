@@ -262,7 +262,7 @@ def _peak(actions: tuple[Action, ...]) -> int:
 
 
 def _deadlock(schedule: Schedule, at: list[int], needs: dict[int, tuple[str, int, int]]) -> str:
-    """Return the error message: which ranks are stuck at which action, and what they wait for.
+    """Return the error message: up to four ranks that are stuck, at which action, and what for.
     `at`: index of the action each rank stands at; `needs`: the missing result by rank.
     """
     stuck = []

@@ -44,9 +44,9 @@ class KLController:
 
 def compute_advantages(rollout: Rollout, config: RolloutConfig) -> Rollout:
     """Return the rollout with advantages [completions, length] by config.advantage_estimator, times
-    the importance weights if they are capped. Each `config.num_generations` consecutive completions
-    are a group. A completion without a reward has advantage 0, and is not part of its group's
-    baseline.
+    the importance weights if they are capped. For grpo and rloo each `config.num_generations`
+    consecutive completions are a group. A completion without a reward has advantage 0, and is not
+    part of its group's baseline; distillation uses no rewards.
     """
     trained = rollout.trained
     scored = ~rollout.rewards.isnan()

@@ -128,8 +128,8 @@ def check_finished(output: Path, rows: Iterable[PromptRow]) -> None:
 
 
 def _belongs_to(fields: Mapping[str, Any], row: PromptRow) -> bool:
-    """Return whether an output line has exactly the fields of its input row, and those of a
-    completion besides.
+    """Return whether an output line has the fields of its input row with the same values, and no
+    others but at least one of a completion's.
     """
     carried = {name: value for name, value in fields.items() if name not in OUTPUT_FIELDS}
     return len(carried) < len(fields) and json_line(carried) == json_line(row.fields)

@@ -75,8 +75,8 @@ class Peak:
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Return the peak FLOP/s of this device in `dtype`; the measurement takes a quarter of a
-    second.
+    """Return two peaks of this device in `dtype`, in FLOP/s: measured, which takes a quarter of a
+    second, and of its datasheet.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return Peak(matmul_peak(device, dtype), datasheet(name, dtype))

@@ -111,8 +111,9 @@ def _check_components(spec: ModelSpec) -> None:
 
 
 def _check_model_sizes(config: RunConfig) -> None:
-    """Raise ValueError where tp does not divide train.exact.tp, or that does not divide hidden size,
-    query heads, key-value heads and intermediate size, or tp splits a block of the vocabulary.
+    """Raise ValueError where tp does not divide train.exact.tp, or that does not divide hidden
+    size, query heads, key-value heads and intermediate size, or tp splits a block of the
+    vocabulary.
     """
     limit, tp, spec = config.train.exact.tp, config.layout.tp, config.spec
     if limit % tp:
