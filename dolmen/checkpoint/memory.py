@@ -133,8 +133,9 @@ class MemoryWriter(Writer):
         except Exception as error:
             failure = error
         exchange_failure = self._exchange_files(is_written=results is not None)
-        if failure or exchange_failure:
-            raise failure or exchange_failure
+        failure = failure or exchange_failure
+        if failure is not None:
+            raise failure
         assert results is not None
         return results
 
