@@ -97,7 +97,7 @@ class RemoteCheckpoints:
         """
         if (stored := self.find(step, name)) is None:
             raise Damaged(f"{self.url}/{folders.name(step)} is damaged: it lacks {name}")
-        with damage():
+        with raise_damaged():
             return self._remote.read(f"{folders.name(step)}/{name}", stored, seal.LARGEST[name])
 
     def pull_step(self, step: int) -> Path:
@@ -142,7 +142,7 @@ class RemoteCheckpoints:
         stored, path = self.find(step, name), f"{folders.name(step)}/{name}"
         if stored is None:
             raise Damaged(f"{self.url}/{folders.name(step)} is damaged: it lacks {name}")
-        with damage():
+        with raise_damaged():
             self._remote.download(path, stored, self.folder / path, check)
 
     def begin(self, step: int) -> None:
@@ -187,7 +187,7 @@ class RemoteCheckpoints:
 
 
 @contextmanager
-def damage() -> Iterator[None]:
+def raise_damaged() -> Iterator[None]:
     """Context manager: what is refused of an object of a checkpoint is raised as Damaged."""
     try:
         yield

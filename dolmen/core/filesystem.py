@@ -14,6 +14,8 @@ import errno
 import fcntl
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -63,6 +65,20 @@ def open_locked(path: Path, wait: bool = True, optional: bool = False) -> int | 
         os.close(descriptor)
         if not locked:
             return None
+
+
+@contextmanager
+def hold_lock(path: Path) -> Iterator[None]:
+    """Context manager: an exclusive lock between processes on the lock file `path`, which is
+    deleted at the end. Blocks until it is free; does nothing on file systems without locks.
+    """
+    descriptor = open_locked(path, optional=True)
+    assert descriptor is not None
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is locked, see open_locked
+        os.close(descriptor)
 
 
 def expand(name: str | Path) -> Path:

@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
+from dolmen.core.filesystem import hold_lock
 from dolmen.core.log import say
 from dolmen.data.config import DataConfig
 from dolmen.data.corpus import identities
 from dolmen.data.sources import DataSource
-from dolmen.data.token_cache import building, identity_of, lock, remove_folder
+from dolmen.data.token_cache import building, identity_of, remove_folder
 from dolmen.data.tokenise import DOCUMENT, Column, TextHash, pieces
 from dolmen.data.tokenizer import train_bpe
 from dolmen.data.validation_split import choose_held_out, overlap_error, union
@@ -70,7 +71,7 @@ def tokenizer_folder(
     if not _is_complete(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         # ranks and hosts start at once: one trains, the others wait
-        with lock(folder.with_suffix(".lock")):
+        with hold_lock(folder.with_suffix(".lock")):
             if not _is_complete(folder):  # another process may have been first
                 if folder.exists():
                     say(f"the tokenizer in {folder} is damaged and is trained again", progress)

@@ -74,7 +74,7 @@ def found_or_built(
         raise ValueError(
             f"cannot write the cache folder {cache}: {error}; use --data.cache"
         ) from error
-    with lock(folder.with_suffix(".lock")):
+    with filesystem.hold_lock(folder.with_suffix(".lock")):
         try:  # another process may have built it meanwhile
             return folder, check_folder(folder, form, origin, verify)
         except Refused:
@@ -155,20 +155,6 @@ def digest_of(index: Mapping[str, Any]) -> str:
 
 MARK = ".dolmen-is-building"
 NAMES = re.compile(r"([0-9a-f]{32}|bpe-\d+-[0-9a-f]{24})\.(lock|[a-z0-9_]{8})")  # of ours alone
-
-
-@contextmanager
-def lock(path: Path) -> Iterator[None]:
-    """Context manager: an exclusive lock between processes on the lock file `path`, which is
-    deleted at the end. Blocks until it is free; does nothing on file systems without locks.
-    """
-    descriptor = filesystem.open_locked(path, optional=True)
-    assert descriptor is not None
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)  # while it is locked (core/filesystem.py)
-        os.close(descriptor)
 
 
 @contextmanager

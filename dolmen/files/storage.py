@@ -321,14 +321,8 @@ def lock_file(file: Path) -> Iterator[None]:
     is created. Does nothing on file systems without locks.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    lock = file.with_name(f"{file.name}.lock")
-    descriptor = filesystem.open_locked(lock, optional=True)
-    assert descriptor is not None
-    try:
+    with filesystem.hold_lock(file.with_name(f"{file.name}.lock")):
         yield
-    finally:
-        lock.unlink(missing_ok=True)  # while it is locked (core/filesystem.py)
-        os.close(descriptor)
 
 
 def is_copy(file: Path, stored: StoredFile) -> bool:

@@ -13,6 +13,7 @@ import datasets
 import numpy as np
 import pytest
 
+from dolmen.core.filesystem import hold_lock
 from dolmen.data import corpus as corpora
 from dolmen.data import token_cache
 from dolmen.data.corpus import open_text
@@ -190,7 +191,7 @@ def test_a_cache_is_built_on_a_file_system_without_locks(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(fcntl, "flock", flock)
     folder = tmp_path / ("0" * 32)
-    with token_cache.lock(tmp_path / f"{folder.name}.lock"), token_cache.building(folder) as part:
+    with hold_lock(tmp_path / f"{folder.name}.lock"), token_cache.building(folder) as part:
         (part / "text").write_text("a")
     assert [path.name for path in tmp_path.rglob("*")] == [folder.name, "text"]
 
@@ -296,12 +297,12 @@ def test_one_that_waited_for_a_lock_has_it(tmp_path):
     path, inside, done = tmp_path / ("0" * 32 + ".lock"), threading.Event(), threading.Event()
 
     def second():
-        with token_cache.lock(path):
+        with hold_lock(path):
             inside.set()
             done.wait(10)
 
     thread = threading.Thread(target=second)
-    with token_cache.lock(path):
+    with hold_lock(path):
         thread.start()
         assert not inside.wait(0.1)
     assert inside.wait(10)
@@ -328,14 +329,14 @@ def between(monkeypatch, flags, what):
 def test_a_sweep_takes_no_lock_file_that_is_open(tmp_path, monkeypatch):
     path = tmp_path / ("0" * 32 + ".lock")
     between(monkeypatch, fcntl.LOCK_EX, lambda: token_cache.sweep(tmp_path))
-    with token_cache.lock(path):
+    with hold_lock(path):
         assert taken(path)
 
 
 def test_a_sweep_takes_no_lock_file_that_is_new(tmp_path, monkeypatch):
     """The sweep has opened the file of a process that then was done; the next has another."""
     path = tmp_path / ("0" * 32 + ".lock")
-    before, after = token_cache.lock(path), token_cache.lock(path)
+    before, after = hold_lock(path), hold_lock(path)
     before.__enter__()
     between(
         monkeypatch,
@@ -352,7 +353,7 @@ def test_one_at_a_time_is_inside(tmp_path):
 
     def enter():
         for _ in range(30):
-            with token_cache.lock(path):
+            with hold_lock(path):
                 inside.append(1)
                 time.sleep(0.0005)
                 most.append(len(inside))
