@@ -9,6 +9,7 @@ Processes are forked from a server that has imported what takes seconds and has 
 """
 
 import builtins
+import faulthandler
 import io
 import os
 import pickle
@@ -116,6 +117,9 @@ def warned() -> None:
 
 
 def _worker(rank, world, path, fn, args, queue):
+    # stays open: where a signal such as SIGSEGV ends this rank, Python writes its stack there
+    crash = open(f"{path}-crash-{rank}", "w")  # noqa: SIM115
+    faulthandler.enable(crash)
     torch.set_num_threads(1)
     warned()
     try:
@@ -175,9 +179,11 @@ def run_spawned(world, fn, *args):
         who, result = ("all ranks", "ended without a result") if queue.empty() else queue.get()
         if who != "ok":
             who, result = _cause((who, result), queue)
+            codes = [p.exitcode for p in processes]  # below 0: the signal that ended it
             for p in processes:
                 p.kill()
-            raise AssertionError(f"{who} failed:\n{result}")
+            crashes = "".join(path.read_text() for path in Path(folder).glob("store-crash-*"))
+            raise AssertionError(f"{who} failed (exit codes {codes}):\n{result}{crashes}")
         for p in processes:
             p.join()
     return pickle.loads(result)
