@@ -342,7 +342,7 @@ PLAIN = {
     "planning/winner.py": "the bytes of our own source, to know when it has changed",
     "launch/process.py": "/proc",
     "launch/watchdog.py": "/proc",
-    "data/quickstart_corpus.py": "documents, to be compressed",
+    "data/sources.py": "documents, to be compressed",
     "data/tokenizer.py": "what the library of tokenizers gives as JSON",
     "checkpoint/seal.py": "what this process has just written",
     "rl/function_worker.py": "requests and replies of a process that this one has started",

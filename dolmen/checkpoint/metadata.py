@@ -36,8 +36,8 @@ from dolmen.checkpoint.seal import Seal
 from dolmen.core.torch_private.checkpoints import NUMBERS, PICKLED, Place
 from dolmen.files import pickles
 from dolmen.files.gate import MIB, read_bytes, refuse
+from dolmen.files.pickles import Window
 from dolmen.files.safetensors import NAMES
-from dolmen.files.window import Window
 
 BLOCK = 64 * 2**20  # bytes
 

@@ -3,7 +3,6 @@
 Sources and tokens
     sources.py            entries of `--data.path`: files, folders, hub ids
     readers.py            each kind of file, as documents, compressed or not
-    quickstart_corpus.py  text that is on every machine
     tokenizer.py, bpe.py  tokenizers of transformers; a BPE trained on the data
     tokenise.py           documents to tokens, in threads
     token_cache.py        folders of the cache, under a hash of what decides them

@@ -4,13 +4,12 @@ Reading
     gate.py                 the one gate: size, depth and UTF-8, then a schema
     schema.py, kinds.py     a language for what a file may hold; what each kind holds
     yaml_values.py          YAML from parser events, without recursion
-    pickles.py              the restricted unpickler
+    pickles.py              the restricted unpickler; a part of a file, as a file
     torch_files.py          files of torch.save, one tensor in memory
     safetensors.py          safetensors folders, streamed
     tokenizer_files.py      tokenizer files, checked before transformers reads them
     sentencepiece_model.py  tokenizer.model
     indexed.py              Megatron's .bin and .idx
-    window.py               a part of a file, as a file
 Object storage
     storage.py              local copies of files at URLs (s3://), and uploads
 Writing

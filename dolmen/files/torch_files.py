@@ -29,8 +29,8 @@ from torch import Tensor
 from dolmen.core.torch_private.checkpoints import MAGIC, NUMBERS, PARAMETERS, TENSORS, rebuild
 from dolmen.files import pickles
 from dolmen.files.gate import MIB, Refused, open_file, refuse
+from dolmen.files.pickles import Window
 from dolmen.files.safetensors import NAMES, FolderFormat, Spec, Stored
-from dolmen.files.window import Window
 
 MOST = 256 * MIB
 """Bytes of a pickle. That of a model with 140,000 tensors has 30 MB."""

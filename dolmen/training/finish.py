@@ -11,7 +11,7 @@ from dolmen.core.log import console, duration
 from dolmen.core.mesh import SINGLE
 from dolmen.core.messages import Failed, plural
 from dolmen.data import tokenizer as tokenizers
-from dolmen.data.quickstart_corpus import gzip_xz_bits
+from dolmen.data.sources import gzip_xz_bits
 from dolmen.files import gate, kinds, storage
 from dolmen.training import evaluate, folder, goodput, mirror
 from dolmen.training.config import RunConfig

@@ -16,13 +16,14 @@ import pytest
 import zstandard
 
 from dolmen.data import readers
-from dolmen.data.quickstart_corpus import (
+from dolmen.data.readers import PIECE
+from dolmen.data.sources import (
     STANDARD_LIBRARY,
     gzip_xz_bits,
+    is_hub_id,
+    resolve_sources,
     standard_library_files,
 )
-from dolmen.data.readers import PIECE
-from dolmen.data.sources import is_hub_id, resolve_sources
 from dolmen.data.tokenise import cut, pieces
 from dolmen.training.config import RunConfig
 from dolmen.training.request import write_config

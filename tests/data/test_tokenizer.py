@@ -11,8 +11,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.corpus import open_text
-from dolmen.data.quickstart_corpus import standard_library_files
-from dolmen.data.sources import resolve_sources
+from dolmen.data.sources import resolve_sources, standard_library_files
 from dolmen.data.tokenise import cut
 from dolmen.files import tokenizer_files
 from dolmen.files.gate import Refused

@@ -12,8 +12,8 @@ import torch
 
 from dolmen.files import safetensors as ours
 from dolmen.files.gate import Refused
+from dolmen.files.pickles import Window
 from dolmen.files.safetensors import INDEX, SINGLE, Spec
-from dolmen.files.window import Window
 
 DTYPES = [
     torch.float32,
