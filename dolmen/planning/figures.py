@@ -1,4 +1,4 @@
-"""Figures of the report of `dolmen plan`, each a function from a plan to a drawing (pages/svg.py):
+"""Figures of the report of `dolmen plan`, each a function from a plan to a drawing (pages/page.py):
 
 ranking, step              layouts by time, and the parts of their steps
 rank_memory, memory_along  memory of ranks by kind at the fullest moment, and along the schedule
@@ -11,7 +11,7 @@ front                      GPUs against days and cost: the fleets of which no ot
 import textwrap
 from collections.abc import Callable
 
-from dolmen.pages.svg import Drawing, Scale, axis, short, side
+from dolmen.pages.page import Drawing, Scale, axis, short, side
 from dolmen.planning.plan import Candidate, Fleet, Plan, StageMemory, Timeline, words
 
 MOST_LAYOUTS = 12

@@ -18,7 +18,7 @@ from dolmen.core.messages import escape as printable
 from dolmen.core.messages import os_error_as_value, plural
 from dolmen.files import gate, write
 from dolmen.pages import page as page_parts
-from dolmen.pages.svg import Drawing, patterns, short
+from dolmen.pages.page import Drawing, patterns, short
 from dolmen.planning import figures
 from dolmen.planning.config import PlanConfig
 from dolmen.planning.plan import Plan, command_options

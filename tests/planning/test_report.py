@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 import plans
 import pytest
 
-from dolmen.pages.svg import FILLS, Scale, round_step
+from dolmen.pages.page import FILLS, Scale, round_step
 from dolmen.planning import figures
 from dolmen.planning.answer import format_compared
 from dolmen.planning.plan import Candidate, Compared, Fleet
