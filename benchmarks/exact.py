@@ -24,7 +24,7 @@ from dolmen.families import model_from_fields
 from dolmen.model.build import build, initialize
 from dolmen.model.layout import Layout
 from dolmen.model.training import Training
-from dolmen.ops.exact import Exact
+from dolmen.ops.numerics import Exact
 from dolmen.optim.optimizer import DTYPES, OptimizerConfig, make_optimizer
 from dolmen.parallel.simulation import make_schedule
 from dolmen.training.state import TrainState

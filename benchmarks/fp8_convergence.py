@@ -26,7 +26,7 @@ import numpy as np
 from torch import Tensor
 
 from dolmen import cli
-from dolmen.ops import fp8_recipe
+from dolmen.ops import numerics
 from dolmen.parallel.quantized_product import Delayed, Fp8Product, Operands
 
 ROOT = Path(__file__).parents[1]
@@ -49,7 +49,7 @@ FAULTS = {
 CURVES = {
     "bf16": "",
     "bf16, another order": "--train.microbatch-size 4",
-    **{name: f"--train.precision {name}" for name in fp8_recipe.GRANULARITY},
+    **{name: f"--train.precision {name}" for name in numerics.GRANULARITY},
     "fp8-delayed, tp 2": "--train.precision fp8-delayed --layout.tp 2",
     "fp8-rowwise, tp 2": "--train.precision fp8-rowwise --layout.tp 2",
     **FAULTS,
@@ -63,7 +63,7 @@ def frozen(self: Delayed, amaxes: Tensor, updates: int) -> None:
     self.now.zero_()
 
 
-def unscaled(self: Fp8Product, parts: list, operand: fp8_recipe.Operand, along: int) -> Operands:
+def unscaled(self: Fp8Product, parts: list, operand: numerics.Operand, along: int) -> Operands:
     """In place of Fp8Product.quantise: a gradient's scale is 1."""
     made = rounded(self, parts, operand, along)
     if operand != "gradient":

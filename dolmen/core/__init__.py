@@ -21,5 +21,4 @@ Options, files, messages
     messages.py      exceptions of commands, and the wording of options and values
     log.py           the console and units
     filesystem.py    paths as users write them, and file locks
-    time_limit.py    time limits for Python that others wrote
 """

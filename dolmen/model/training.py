@@ -7,8 +7,7 @@ from typing import Literal
 
 from dolmen.core.config import NonNegative, config
 from dolmen.model.spec import LayerRun, LoraSpec, ModelSpec
-from dolmen.ops.exact import Exact
-from dolmen.ops.fp8_recipe import Fp8
+from dolmen.ops.numerics import Exact, Fp8
 
 
 @config("train.router")

@@ -10,6 +10,5 @@ moe.py           mixture of experts: routing, grouped products, balance losses
 fp8.py           8-bit payloads and scales
 int8.py          frozen weights in 8 bits
 invariant.py     operators whose bits do not depend on what else is computed with them
-exact.py         leaves of the sums of exact numerics, as data
-fp8_recipe.py    which products a run rounds, as data
+numerics.py      how a run rounds to 8 bits and adds exactly, as data
 """

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from dolmen.ops.fp8_recipe import Format, Granularity
+from dolmen.ops.numerics import Format, Granularity
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}

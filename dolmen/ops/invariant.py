@@ -1,4 +1,4 @@
-"""Operators of exact numerics (ops/exact.py): each gives the same bits to a row, a column or an
+"""Operators of exact numerics (ops/numerics.py): each gives the same bits to a row, a column or an
 element whatever else is computed with it.
 
 What is known of torch 2.13 on a CPU (MKL 2024.2, oneDNN 3.12, AVX-512), in fp32:

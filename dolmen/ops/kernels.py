@@ -11,8 +11,7 @@ import torch
 
 from dolmen.core.torch_private.compute import has_amx
 from dolmen.ops.attention import Attend
-from dolmen.ops.exact import Exact
-from dolmen.ops.fp8_recipe import Fp8
+from dolmen.ops.numerics import Exact, Fp8
 
 HALF = (torch.float16, torch.bfloat16)
 NORMS = {"passes": "in passes", "fused": "by one kernel"}  # in words

@@ -1,6 +1,6 @@
 """Exact numerics over ranks: products of weights that tp splits, gradients of a step, their norm.
 
-Each sum is a tree (core/reduction.py) whose leaves no layout changes (ops/exact.py). Which axis
+Each sum is a tree (core/reduction.py) whose leaves no layout changes (ops/numerics.py). Which axis
 splits a sum decides who adds which subtree, and what crosses ranks is added in order
 (`--layout.reduction fixed`), neighbours first:
 
@@ -32,7 +32,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.core.reduction import Tree, widen
 from dolmen.core.torch_private import sharding
 from dolmen.ops import invariant
-from dolmen.ops.exact import Exact
+from dolmen.ops.numerics import Exact
 from dolmen.parallel.data import Reduction, units
 
 BITS = 26

@@ -65,7 +65,7 @@ from dolmen.core import collectives
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.core.torch_private import sharding
 from dolmen.ops import fp8, int8
-from dolmen.ops.fp8_recipe import OPERANDS, Fp8, Granularity, Operand, room
+from dolmen.ops.numerics import OPERANDS, Fp8, Granularity, Operand, room
 from dolmen.parallel.data import units
 from dolmen.parallel.exact import LeafProduct
 

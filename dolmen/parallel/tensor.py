@@ -43,8 +43,8 @@ from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis
 from dolmen.core.torch_private import compute
 from dolmen.ops import int8
-from dolmen.ops.exact import Exact
 from dolmen.ops.invariant import sum_tokens
+from dolmen.ops.numerics import Exact
 from dolmen.parallel.exact import LeafProduct
 from dolmen.parallel.inference_linear import (
     FusedPart,

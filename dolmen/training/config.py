@@ -29,8 +29,7 @@ from dolmen.model.layout import Layout
 from dolmen.model.spec import ModelSpec
 from dolmen.model.training import RouterTraining, Training
 from dolmen.objectives.config import ObjectiveConfig
-from dolmen.ops.exact import Exact, ExactConfig
-from dolmen.ops.fp8_recipe import DELAYED, Fp8, Fp8Config, Precision
+from dolmen.ops.numerics import DELAYED, Exact, ExactConfig, Fp8, Fp8Config, Precision
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rl.config import CriticConfig, PPOConfig, RolloutConfig
 

@@ -1,12 +1,12 @@
 """The self-test of exact numerics: before the first step each process computes the products of its
 run, and parts of them by themselves, and compares bits.
 
-Every run computes parts of the same products, cut between the same leaves (ops/exact.py). If each
-part that a run computes has the bits of its leaves computed alone, all runs have the same. Whether
-it has them is decided by the library, its version, the CPU and the number of threads, from shapes
-alone; so random numbers reveal it. Parts are computed on one thread: the number of threads follows
-from the layout (launch/process.py), and with each number a product may agree with its own parts. It
-takes about as long as the products of one layer, once more on one thread.
+Every run computes parts of the same products, cut between the same leaves (ops/numerics.py). If
+each part that a run computes has the bits of its leaves computed alone, all runs have the same.
+Whether it has them is decided by the library, its version, the CPU and the number of threads, from
+shapes alone; so random numbers reveal it. Parts are computed on one thread: the number of threads
+follows from the layout (launch/process.py), and with each number a product may agree with its own
+parts. It takes about as long as the products of one layer, once more on one thread.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.model.spec import AttentionSpec, ModelSpec
 from dolmen.ops import invariant
 from dolmen.ops.attention import Attend, blockwise
-from dolmen.ops.exact import Exact
+from dolmen.ops.numerics import Exact
 
 
 class ProductShape(NamedTuple):

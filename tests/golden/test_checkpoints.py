@@ -23,7 +23,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.model.spec import ScalarHeadSpec
 from dolmen.model.training import Training
 from dolmen.objectives.reward import PairwiseRewardLoss
-from dolmen.ops.fp8_recipe import Fp8, Fp8Config
+from dolmen.ops.numerics import Fp8, Fp8Config
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
 from dolmen.training.state import TrainState

@@ -21,7 +21,7 @@ from dolmen.core.state import local_view
 from dolmen.core.torch_private import sharding
 from dolmen.evaluation.validate import mean_loss
 from dolmen.model.training import Training
-from dolmen.ops.fp8_recipe import Fp8, Fp8Config
+from dolmen.ops.numerics import Fp8, Fp8Config
 from dolmen.parallel import data, quantized_product
 
 SIZES = dict(

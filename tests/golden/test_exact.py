@@ -26,7 +26,7 @@ from dolmen.model.spec import NormSpec, SequentialResidual
 from dolmen.ops import invariant, norm
 from dolmen.ops.attention import Documents
 from dolmen.ops.elementwise import ACTIVATIONS
-from dolmen.ops.exact import Exact
+from dolmen.ops.numerics import Exact
 from dolmen.optim import optimizer
 from dolmen.parallel import exact
 from dolmen.training.step import optimizer_step

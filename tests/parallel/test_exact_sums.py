@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dolmen.core.mesh import SINGLE
-from dolmen.ops.exact import Exact
+from dolmen.ops.numerics import Exact
 from dolmen.parallel import exact
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dolmen.ops import fp8
-from dolmen.ops.fp8_recipe import Fp8, Fp8Config
+from dolmen.ops.numerics import Fp8, Fp8Config
 from dolmen.parallel import quantized_product
 
 ROUNDED = dict(format="e4m3", granularity="128x128")

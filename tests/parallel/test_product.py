@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.nn.functional import ScalingType
 
 from dolmen.ops import fp8
-from dolmen.ops.fp8_recipe import GRANULARITY, Fp8, Fp8Config
+from dolmen.ops.numerics import GRANULARITY, Fp8, Fp8Config
 from dolmen.parallel.quantized_product import Delayed, Fp8Product, ProductAxes, Rounding
 
 

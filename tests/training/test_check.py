@@ -26,7 +26,7 @@ from dolmen.families import edit
 from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.objectives.config import ObjectiveConfig
-from dolmen.ops.fp8_recipe import Fp8Config
+from dolmen.ops.numerics import Fp8Config
 from dolmen.optim.config import MuonConfig
 from dolmen.planning.config import DryrunRequest
 from dolmen.recipes import RECIPES

@@ -19,8 +19,8 @@ from dolmen.model.layout import Layout
 from dolmen.model.spec import LoraSpec
 from dolmen.model.training import Training
 from dolmen.ops.attention import Documents
-from dolmen.ops.fp8_recipe import Fp8
 from dolmen.ops.kernels import Kernels
+from dolmen.ops.numerics import Fp8
 from dolmen.optim.optimizer import OptimizerConfig, adamw
 from dolmen.parallel import vocabulary
 from dolmen.parallel.simulation import make_schedule

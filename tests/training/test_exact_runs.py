@@ -17,7 +17,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.core.state import local_view
 from dolmen.model.layout import Layout
 from dolmen.ops import invariant
-from dolmen.ops.exact import Exact
+from dolmen.ops.numerics import Exact
 from dolmen.planning import dryrun
 from dolmen.planning.config import DryrunConfig, DryrunRequest
 from dolmen.training import loop, receipt, replay, self_test

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from benchmarks.gpu import clock, compare
 from benchmarks.gpu.case import Case, Context, Record
-from dolmen.ops.fp8_recipe import GRANULARITY, Fp8, Precision
 from dolmen.ops.kernels import Hardware, choose
+from dolmen.ops.numerics import GRANULARITY, Fp8, Precision
 from dolmen.parallel.quantized_product import Delayed, Fp8Product, ProductAxes, Rounding
 
 # A Hopper tensor core keeps some 14 bits of what it adds up in eight bits: "nearly 2 %" of a sum of

@@ -58,7 +58,7 @@ from dolmen.model.spec.positions import (
     RopeSpec,
     YarnScaling,
 )
-from dolmen.ops.fp8_recipe import Fp8
+from dolmen.ops.numerics import Fp8
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from dolmen.core.messages import divisor
-from dolmen.ops.fp8_recipe import Fp8
+from dolmen.ops.numerics import Fp8
 
 Role = Literal[
     "matrix", "embedding", "head", "norm", "bias", "router", "expert", "adapter", "scale"

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from dolmen.core.time_limit import TimeLimitExceeded, limit_time
+from dolmen.data.template import TimeLimitExceeded, limit_time
 
 
 def endless() -> None:

@@ -1,5 +1,17 @@
-"""How products are rounded to eight bits, as data: what a run requests (--train.precision,
---train.fp8), and the options of one parameter. No torch.
+"""How a run rounds and adds up, as data: products in eight bits (--train.precision, --train.fp8)
+and how those of one parameter are rounded; exact numerics (--train.numerics exact) and the leaves
+that their sums are made of. Needs no torch.
+
+    leaf                 smallest product or sum that is handed to a library: which ones is a
+                         function of the model and of recorded limits, never of the layout
+    tree                 leaves are added neighbours first (core/reduction.py); a rank holds whole
+                         subtrees
+    invariant operator   its bits do not depend on the number of rows and columns, on alignment,
+                         storage order or threads (ops/invariant.py)
+
+A sum over heads, over the feed-forward width or over the vocabulary has `tp` leaves; a sum over
+tokens has one per sequence, and one per `tokens` / `tp` tokens where sequence parallelism cuts a
+sequence.
 """
 
 import math
@@ -117,3 +129,36 @@ def room(margin: int) -> float:
     """Return 2^margin, the headroom by which a format's largest number is divided."""
     # exact: scales with and without margin differ by a power of two
     return math.ldexp(1.0, margin)
+
+
+@config("train.exact")
+class ExactConfig:
+    """Limits of exact numerics."""
+
+    tp: Literal[1, 2, 4, 8, 16, 32, 64] = 8
+    """Largest --layout.tp whose runs have the same bits. It has to divide heads, key-value heads
+    and widths of the model, and another limit gives other bits.
+    """
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Leaves of the sums of a run with exact numerics."""
+
+    tp: int
+    """Leaves of a sum over heads, feed-forward width or vocabulary: the largest tp, a power of
+    two.
+    """
+    tokens: int
+    """Tokens of a sequence."""
+
+    @property
+    def token_leaf(self) -> int:
+        """Tokens of a leaf where sequence parallelism may split a sequence: over as many ranks as
+        both `tp` and the sequence are divisible by.
+        """
+        return self.tokens // math.gcd(self.tokens, self.tp)
+
+    def block(self, vocab_size: int) -> int:
+        """Rows of the vocabulary in a leaf; the last leaves may have fewer, or none."""
+        return -(-vocab_size // self.tp)
