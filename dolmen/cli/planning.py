@@ -23,16 +23,15 @@ from dolmen.parallel.simulation import (
     read_schedule,
     simulate_stages,
 )
-from dolmen.planning import answer, draw, report, search
-from dolmen.planning.action_lists import search as action_lists
-from dolmen.planning.action_lists.problem import Costs, from_file
-from dolmen.planning.action_lists.search import ShortestSchedule
+from dolmen.planning import answer, draw, report, schedule_search, search
 from dolmen.planning.config import DryrunRequest, PlanConfig, PlanRequest, ScheduleOptions
 from dolmen.planning.hardware import LOCAL, measured_at
 from dolmen.planning.inference import inference
 from dolmen.planning.plan import Plan
 from dolmen.planning.question import Question
 from dolmen.planning.report import write_report
+from dolmen.planning.schedule_problem import Costs, from_file
+from dolmen.planning.schedule_search import ShortestSchedule
 from dolmen.planning.search import add_fleets
 from dolmen.planning.steady_state import check_layout, uneven_stages
 from dolmen.recipes.overrides import load_run_to_plan
@@ -224,7 +223,7 @@ def search_schedule(
     memory = ranks if options.memory is None else options.memory
     # two chunks can shorten the bubble, more hardly do
     widths = (1, 2) if options.virtual_stages is None else (chunks,)
-    return action_lists.shortest_of(ranks, micros, widths, times, memory)
+    return schedule_search.shortest_of(ranks, micros, widths, times, memory)
 
 
 def proof(shortest: ShortestSchedule, widths: tuple[int, ...]) -> str:

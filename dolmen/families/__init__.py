@@ -9,8 +9,7 @@ A family
     differences.py     differences between two specs
     checked.py         measured differences of each family from its reference
 Shared by families
-    common.py          fields and spec parts that all families have
-    windows.py         sliding windows
+    common.py          fields and spec parts that all families have; sliding windows
     rope.py            rotary embeddings
     experts.py         routers and experts
     special_tokens.py  ids of special tokens that determine positions or frame prompts
@@ -20,9 +19,8 @@ Weights
     adapters.py        LoRA: options, and the weights that its targets name
 One file per family or group of families
     baichuan.py, bert.py, bloom.py, chatglm.py, cohere.py, deepseek.py, falcon.py, gemma.py,
-    glm.py, gpt2.py, gpt_neo.py, gpt_oss.py, gptj.py, granite.py, internlm2.py, llama.py,
-    mistral.py, mpt.py, olmo.py, opt.py, phi.py, qwen.py, qwen2.py, stablelm.py,
-    starcoder2.py
+    glm.py, gpt2.py, gpt_neo.py, gpt_oss.py, llama.py, llama_variants.py, mpt.py, olmo.py,
+    opt.py, phi.py, qwen.py, qwen2.py
 """
 
 from dolmen.families.family import Family, Field, families, find_family

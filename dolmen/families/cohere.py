@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.core.config import AboveZero
-from dolmen.families import common, llama, windows
+from dolmen.families import common, llama
 from dolmen.families.family import Field, flag
 from dolmen.families.rules import Rule
 from dolmen.model.spec import ModelSpec, NormSpec, ParallelResidual, group_repeats
@@ -73,7 +73,7 @@ COHERE = replace(
         rope_theta=500000.0,
         tie_word_embeddings=True,
     ),
-    only={**windows.NONE, "mlp_bias": (False, None)},
+    only={**common.NO_WINDOWS, "mlp_bias": (False, None)},
     harmless="model_max_length",
 )
 
@@ -82,7 +82,7 @@ COHERE = replace(
 # sliding window and rope; the fourth has full attention and no positions (NoPE).
 
 COHERE2_FIELDS = llama.drop_fields(
-    (*COHERE.fields, windows.SIZE, *windows.pattern(4)), "use_qk_norm", "head_dim"
+    (*COHERE.fields, common.WINDOW_SIZE, *common.pattern_fields(4)), "use_qk_norm", "head_dim"
 )
 
 
@@ -90,7 +90,7 @@ def read_cohere2(config: dict[str, Any]) -> ModelSpec:
     """Return the spec of a Command R7B config.json: only layers with a window have rope. Raises
     ValueError if no layer has a window, as rope would then act nowhere.
     """
-    sizes = windows.pattern_windows(config)
+    sizes = common.pattern_windows(config)
     if not any(sizes):
         raise ValueError(
             "layer_types has no sliding_attention layer, the only kind with rope: set "

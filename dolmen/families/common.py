@@ -1,15 +1,17 @@
 """Fields and spec pieces that every family has under its own names: vocabulary, norm eps,
-initializer range, tied head, head size. `names` of family.py maps the common names to each family's
-own.
+initializer range, tied head, head size, sliding windows. `names` of family.py maps the common names
+to each family's own.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from annotated_types import MaxLen
 
 from dolmen.core.config import NonNegative
-from dolmen.core.messages import divisor
-from dolmen.families import rope, windows
+from dolmen.core.messages import divisor, plural
+from dolmen.families import rope
 from dolmen.families.family import (
     ACTIVATION,
     ACTIVATIONS,
@@ -35,6 +37,99 @@ from dolmen.model.spec import (
     RopeSpec,
     group_repeats,
 )
+
+# Sliding windows: in all layers, or in those whose layer type is "sliding_attention".
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+WINDOW_SIZE = Field(
+    "sliding_window",
+    kinds.POSITION | None,
+    None,
+    "Sliding window in tokens, including the query. None: no window.",
+)
+USE_WINDOWS = Field("use_sliding_window", bool, False, "Use sliding windows.")
+# `only` of families without layer types, and of those without a window
+NO_LAYER_TYPES = {"layer_types": (None,)}
+NO_WINDOWS = {**NO_LAYER_TYPES, WINDOW_SIZE.name: (None,)}
+
+
+def layer_types_field(otherwise: str) -> Field:
+    """Return the field `layer_types`; `otherwise` describes, in its help, what None means."""
+    kind = Annotated[list[Literal[FULL, SLIDING]] | None, MaxLen(kinds.MOST_LAYERS)]
+    return Field("layer_types", kind, None, f"{FULL} or {SLIDING}, per layer; None: {otherwise}.")
+
+
+def pattern_fields(every: int) -> tuple[Field, Field]:
+    """Return the fields layer_types and sliding_window_pattern of a family in which every
+    `every`-th layer has full attention and all others a window.
+    """
+    name = "sliding_window_pattern"
+    help_text = "Every n-th layer has full attention, if layer_types is None."
+    otherwise = f"all are sliding_attention but every {name}-th"
+    return layer_types_field(otherwise), Field(name, kinds.LAYERS, every, help_text)
+
+
+def pattern_windows(config: dict[str, Any]) -> list[int | None]:
+    """Return the sliding window of each layer (None: full attention), by layer_types or else by
+    sliding_window_pattern: every n-th layer is full.
+    """
+    interval = config["sliding_window_pattern"]
+    # numbered from 1: every n-th has full attention
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return typed_windows(config, [SLIDING if i % interval else FULL for i in layers])
+
+
+def uniform_windows(config: dict[str, Any], used: bool = True) -> list[int | None]:
+    """Return the window of each layer: sliding_window for all if `used`, else None for all."""
+    return [config[WINDOW_SIZE.name] if used else None] * config["num_hidden_layers"]
+
+
+def typed_windows(
+    config: dict[str, Any], otherwise: Sequence[str], used: bool = True
+) -> list[int | None]:
+    """Return the window of each layer: sliding_window where its type is sliding (and
+    `used`), else None. The types are `layer_types`, or `otherwise` if that is None. Raises
+    ValueError if their number is not that of the layers, and if a layer slides without a window
+    size.
+    """
+    layers, stated = config["num_hidden_layers"], config["layer_types"]
+    of = list(otherwise if stated is None else stated)
+    if len(of) != layers:
+        entries = plural(len(of), "entry", "entries")
+        raise ValueError(
+            f"layer_types has {entries}, but num_hidden_layers is {layers}: set "
+            f"{flag('layer_types')} to one per layer"
+        )
+    size = config[WINDOW_SIZE.name] if used else None
+    # `used` is False: the file has a size and switches it off (Qwen2)
+    if size is None and SLIDING in of:
+        missing = f"{WINDOW_SIZE.name} is None" if used else f"{USE_WINDOWS.name} is False"
+        sliding = plural(of.count(SLIDING), "layer")
+        raise ValueError(
+            f"layer_types has {sliding} of {SLIDING}, but {missing}: set "
+            f"{flag(WINDOW_SIZE.name if used else USE_WINDOWS.name)}, or other types"
+        )
+    return [size if kind == SLIDING else None for kind in of]
+
+
+def window_sizes(spec: ModelSpec) -> list[int | None]:
+    """Return the window of each layer of a spec (None: full attention). Raises ValueError if a
+    mixer is not plain attention.
+    """
+    return [expect(block.mixer, AttentionSpec, "mixer").window for block in spec.blocks]
+
+
+def first_window(spec: ModelSpec) -> int | None:
+    """Return the size of the first layer that has a window (the field sliding_window), or None."""
+    return next((size for size in window_sizes(spec) if size is not None), None)
+
+
+def layer_types(spec: ModelSpec) -> list[str]:
+    """Return the type of each layer, as the field layer_types has it."""
+    return [FULL if size is None else SLIDING for size in window_sizes(spec)]
+
+
+# Other fields and pieces of the spec.
 
 INITIALIZER_RANGE = Field(
     "initializer_range",
@@ -231,8 +326,8 @@ WRITTEN: dict[str, Callable[[ModelSpec], Any]] = {
     "head_dim": lambda spec: attention(spec).head_size,
     "attention_bias": lambda spec: attention(spec).q_bias,
     "clip_qkv": lambda spec: attention(spec).clip,
-    "sliding_window": windows.first_size,
-    "layer_types": windows.layer_types,
+    "sliding_window": first_window,
+    "layer_types": layer_types,
     # where dense layers and experts differ, the field is of the dense ones
     "intermediate_size": lambda spec: (dense_layers(spec) or sparse_layers(spec))[0].size,
     "mlp_bias": lambda spec: mlp(spec).bias,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from dolmen.core.config import AboveZero
-from dolmen.families import common, llama, rope, windows
+from dolmen.families import common, llama, rope
 from dolmen.families.family import Field, OuterModel, expect
 from dolmen.families.rules import Rule
 from dolmen.files.schema import typed_dict
@@ -74,7 +74,7 @@ GEMMA = replace(
         hidden_act=TANH,
         **DEFAULTS,
     ),
-    only={**windows.NONE, **ONLY},
+    only={**common.NO_WINDOWS, **ONLY},
     harmless="hidden_activation",
 )
 
@@ -94,9 +94,7 @@ NORMS = {
 def gemma2_windows(config: dict[str, Any]) -> list[int | None]:
     """Return the window of each layer: by layer_types, or else on layers 0, 2, 4, ..."""
     layers = range(config["num_hidden_layers"])
-    return windows.typed_windows(
-        config, [windows.FULL if i % 2 else windows.SLIDING for i in layers]
-    )
+    return common.typed_windows(config, [common.FULL if i % 2 else common.SLIDING for i in layers])
 
 
 def read_gemma2(config: dict[str, Any]) -> ModelSpec:
@@ -143,7 +141,7 @@ def write_gemma2(spec: ModelSpec) -> dict[str, Any]:
     """
     mixer = common.attention(spec)
     return {
-        "sliding_window": windows.first_size(spec) or WINDOW,
+        "sliding_window": common.first_window(spec) or WINDOW,
         "query_pre_attn_scalar": (
             # the field is an integer: scale = scalar^-1/2
             mixer.head_size if mixer.scale is None else round(mixer.scale**-2)
@@ -174,9 +172,11 @@ GEMMA2 = replace(
     write=write_gemma2,
     rules=gemma2_rules,
     fields=llama.change_fields(
-        (*FIELDS, windows.SIZE),
+        (*FIELDS, common.WINDOW_SIZE),
         llama.ATTENTION_BIAS,
-        windows.types("every other layer, starting with the first, is sliding_attention"),
+        common.layer_types_field(
+            "every other layer, starting with the first, is sliding_attention"
+        ),
         Field(
             "query_pre_attn_scalar",
             Annotated[int, Interval(ge=1, le=1 << 20)],
@@ -214,7 +214,7 @@ GEMMA2 = replace(
 # transformers 5 states both ropes in `rope_parameters`, by layer type; older files state that of
 # full attention as all families do, and the other one's base as `rope_local_base_freq`.
 
-FULL, SLIDING = windows.FULL, windows.SLIDING
+FULL, SLIDING = common.FULL, common.SLIDING
 LOCAL = "rope_local_base_freq"
 
 
@@ -240,7 +240,7 @@ def read_gemma3(config: dict[str, Any]) -> ModelSpec:
             "cap of scores; set it to null"
         )
     # all layers get the full rope first
-    spec = read_windowed(_one_rope(config, FULL), windows.pattern_windows(config))
+    spec = read_windowed(_one_rope(config, FULL), common.pattern_windows(config))
     local = rope.read(_one_rope(config, SLIDING), common.attention(spec).head_size)
 
     def add_rope(block: BlockSpec) -> BlockSpec:
@@ -299,7 +299,7 @@ GEMMA3 = replace(
     fields=llama.change_fields(
         [field for field in GEMMA2.fields if field.name not in OTHER],
         *ROPES,
-        *windows.pattern(6),
+        *common.pattern_fields(6),
         vocab_size=262208,
         max_position_embeddings=131072,
         attn_logit_softcapping=None,

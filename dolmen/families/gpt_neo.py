@@ -1,4 +1,4 @@
-"""EleutherAI's GPT-Neo, GPT-NeoX and Pythia."""
+"""EleutherAI's GPT-Neo, GPT-NeoX, Pythia and GPT-J; CodeGen, which is derived from GPT-J."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Len
 
 from dolmen.core.messages import plural
-from dolmen.families import common, gpt2, rope, windows
-from dolmen.families.family import BESIDE, Family, Field, flag
+from dolmen.families import common, gpt2, llama, rope
+from dolmen.families.family import BESIDE, Family, Field, expect, flag
 from dolmen.families.gpt2 import LAYER, OURS
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.files import kinds
@@ -19,6 +19,7 @@ from dolmen.model.spec import (
     ModelSpec,
     ParallelResidual,
     PositionTable,
+    RopeSpec,
     SequentialResidual,
 )
 
@@ -106,12 +107,12 @@ def write_gpt_neo(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields of a GPT-Neo config.json for a spec; layer types are stated in both
     forms.
     """
-    sizes = windows.sizes(spec)
+    sizes = common.window_sizes(spec)
     kinds = [GLOBAL if size is None else LOCAL for size in sizes]
     length, times = len(spec.runs[0].blocks), spec.runs[0].repeat
     # [["global", "local"], 12] for 24 layers
     types = [[kinds[:length], times]] if len(spec.runs) == 1 else [[kinds, 1]]
-    return {TYPES: types, LAYERS: kinds, "window_size": windows.first_size(spec) or 256}
+    return {TYPES: types, LAYERS: kinds, "window_size": common.first_window(spec) or 256}
 
 
 def gpt_neo_rules(spec: ModelSpec) -> list[Rule]:
@@ -223,4 +224,123 @@ GPT_NEOX = Family(
     extra_fields={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
     ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
     prefix="gpt_neox.",
+)
+
+
+# GPT-J (Wang and Komatsuzaki, 2021): parallel attention and mlp after one LayerNorm, rope over
+# neighbours in a part of each head, biases on the mlp and the LM head only.
+
+GPTJ_FIELDS = llama.change_fields(
+    gpt2.GPT2_LIKE_FIELDS,
+    Field(
+        "rotary_dim",
+        kinds.WIDTH,
+        64,
+        "Size of the leading part of each head with rope (pairs of adjacent elements).",
+    ),
+    vocab_size=50400,
+    n_positions=2048,
+    n_embd=4096,
+    n_layer=28,
+    n_head=16,
+    tie_word_embeddings=False,
+)
+
+
+def read_gptj(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a GPT-J config.json: parallel blocks after one norm, rope over neighbours
+    of the first rotary_dim elements. Raises ValueError if rotary_dim is odd or exceeds the head.
+    """
+    heads, size = config["n_head"], common.head_size(config, GPTJ_FIELDS)
+    turned = config["rotary_dim"]
+    if turned > size or turned % 2:
+        raise ValueError(
+            f"rotary_dim is {turned} for heads of size {size}, but rope rotates pairs: set "
+            f"{flag('rotary_dim')} to an even number up to {size}"
+        )
+    mixer = AttentionSpec(heads, heads, size, positions=RopeSpec(turned, interleaved=True))
+    mlp, norm = common.plain_mlp(config, GPTJ_FIELDS), common.layer_norm(config)
+    spec = common.make_spec(
+        config, GPTJ_FIELDS, [BlockSpec(mixer, mlp, norm, ParallelResidual(1))] * config["n_layer"]
+    )
+    return replace(spec, head=replace(spec.head, bias=True))
+
+
+def write_gptj(spec: ModelSpec) -> dict[str, Any]:
+    """Return the field of a GPT-J config.json that `common.write` does not state."""
+    return {"rotary_dim": expect(common.attention(spec).positions, RopeSpec, "positions").size}
+
+
+GPTJ_MATRICES = (
+    Rename(LAYER + "attn.out_proj", OURS + "attn.o"),
+    Rename(LAYER + "mlp.fc_in", OURS + "mlp.up"),
+    Rename(LAYER + "mlp.fc_out", OURS + "mlp.down"),
+)
+
+
+def gptj_rules(spec: ModelSpec) -> list[Rule]:
+    """Return the weight rules of GPT-J."""
+    qkv = (Rename(f"{LAYER}attn.{part}_proj", f"{OURS}attn.{part}") for part in "qkv")
+    return gpt2.gpt2_like_rules([*qkv, *GPTJ_MATRICES], first="norm")
+
+
+GPTJ = Family(
+    model_type="gptj",
+    title="GPT-J",
+    architecture="GPTJForCausalLM",
+    read=read_gptj,
+    write=write_gptj,
+    rules=gptj_rules,
+    fields=GPTJ_FIELDS,
+    only={"rotary": (True,), "scale_attn_weights": (True,)},
+    harmless=gpt2.HARMLESS,
+    extra_fields=gpt2.BESIDE,
+    ignored=gpt2.IGNORED,
+    prefix="transformer.",
+)
+
+
+# CodeGen (Nijkamp et al., 2203.13474): GPT-J with q, k, v in one tensor, in four blocks of rows,
+# one for each of the cores that it was trained on, and in each block a quarter of the queries, of
+# the values, then of the keys.
+
+CODEGEN_BLOCKS = 4
+CODEGEN_PARTS = tuple(f"{OURS}attn.{part}" for part in "qvk")
+
+
+def read_codegen(config: dict[str, Any]) -> ModelSpec:
+    """Return the spec of a CodeGen config.json: as GPT-J's. Raises ValueError if n_head is not a
+    multiple of the 4 blocks in which q, v and k are stored.
+    """
+    common.head_size(config, GPTJ_FIELDS)
+    if (heads := config["n_head"]) % CODEGEN_BLOCKS:
+        raise ValueError(
+            f"n_head ({heads}) is not divisible by {CODEGEN_BLOCKS}, the blocks that CodeGen "
+            f"stores q, k and v in: set {flag('n_head')}, or {flag('model_type')} to gptj"
+        )
+    return read_gptj(config)
+
+
+def codegen_rules(spec: ModelSpec) -> list[Rule]:
+    """Return the weight rules of CodeGen: GPT-J's, with q, v, k (in this order) fused in each of 4
+    blocks.
+    """
+    qkv = Split(LAYER + "attn.qkv_proj", CODEGEN_PARTS, CODEGEN_BLOCKS, (1, 1, 1))
+    return gpt2.gpt2_like_rules([qkv, *GPTJ_MATRICES], first="norm")
+
+
+CODEGEN = Family(
+    model_type="codegen",
+    title="CodeGen",
+    architecture="CodeGenForCausalLM",
+    scorer=None,
+    read=read_codegen,
+    write=write_gptj,
+    rules=codegen_rules,
+    fields=GPTJ_FIELDS,
+    only=GPTJ.only,
+    harmless=gpt2.HARMLESS,
+    extra_fields=gpt2.BESIDE,
+    ignored=(*gpt2.IGNORED, r"transformer\.h\.\d+\.attn\.causal_mask"),
+    prefix="transformer.",
 )

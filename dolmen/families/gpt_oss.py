@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.core.config import AboveZero
-from dolmen.families import experts, llama, windows
+from dolmen.families import common, experts, llama
 from dolmen.families.family import Family, Field, expect
 from dolmen.families.rules import BareParameter, Each, Rename, Rule, Split, Transpose
 from dolmen.model.spec import ClampedSwiGLU, ModelSpec, MoESpec, group_repeats
@@ -30,9 +30,7 @@ SHARED = tuple(field for field in llama.FIELDS if field.name not in PLAIN)
 def layer_windows(config: dict[str, Any]) -> list[int | None]:
     """Return the window of each layer: by layer_types, or else on layers 0, 2, 4, ..."""
     layers = range(config["num_hidden_layers"])
-    return windows.typed_windows(
-        config, [windows.FULL if i % 2 else windows.SLIDING for i in layers]
-    )
+    return common.typed_windows(config, [common.FULL if i % 2 else common.SLIDING for i in layers])
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
@@ -65,7 +63,7 @@ def write(spec: ModelSpec) -> dict[str, Any]:
     sparse = expect(spec.blocks[0].mlp, MoESpec, "mlp")
     clamped = expect(sparse.activation, ClampedSwiGLU, "activation")
     return {
-        "sliding_window": windows.first_size(spec) or WINDOW,
+        "sliding_window": common.first_window(spec) or WINDOW,
         "swiglu_alpha": clamped.alpha,
         "swiglu_limit": clamped.limit,
     }
@@ -101,8 +99,10 @@ GPT_OSS = Family(
     write=write,
     rules=rules,
     fields=llama.change_fields(
-        (*SHARED, windows.SIZE, *experts.FIELDS),
-        windows.types("every other layer, starting with the first, is sliding_attention"),
+        (*SHARED, common.WINDOW_SIZE, *experts.FIELDS),
+        common.layer_types_field(
+            "every other layer, starting with the first, is sliding_attention"
+        ),
         replace(llama.ATTENTION_BIAS, kind=bool, default=True),
         Field(
             "swiglu_alpha",

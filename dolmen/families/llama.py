@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dolmen.families import common, rope, windows
+from dolmen.families import common, rope
 from dolmen.families.family import BESIDE, Family, Field, activation, flag
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
@@ -194,7 +194,7 @@ LLAMA = Family(
         ATTENTION_BIAS,
         Field("mlp_bias", bool | None, False, "Biases on the feed-forward projections."),
     ),
-    only=windows.NONE,
+    only=common.NO_WINDOWS,
     extra_fields=BESIDE,
     ignored=IGNORED,
 )

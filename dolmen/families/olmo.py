@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.core.config import AboveZero
-from dolmen.families import common, experts, llama, windows
+from dolmen.families import common, experts, llama
 from dolmen.families.family import Field
 from dolmen.families.rules import Rule
 from dolmen.files import kinds
@@ -47,7 +47,7 @@ OLMO = replace(
     architecture="OlmoForCausalLM",
     read=read_olmo,
     fields=llama.change_fields(FIELDS, llama.ATTENTION_BIAS, CLIP, vocab_size=50304),
-    only={**windows.NONE, "mlp_bias": (False, None)},
+    only={**common.NO_WINDOWS, "mlp_bias": (False, None)},
 )
 
 
@@ -88,7 +88,7 @@ OLMO2 = replace(
     fields=llama.change_fields(
         llama.FIELDS, llama.ATTENTION_BIAS, vocab_size=50304, rms_norm_eps=1e-5
     ),
-    only={**windows.NONE, "mlp_bias": (False, None), "clip_qkv": (None,)},
+    only={**common.NO_WINDOWS, "mlp_bias": (False, None), "clip_qkv": (None,)},
 )
 
 
@@ -149,6 +149,6 @@ OLMOE = replace(
         num_experts_per_tok=8,
         router_aux_loss_coef=0.01,
     ),
-    only={**windows.NONE, "mlp_bias": (False, None)},
+    only={**common.NO_WINDOWS, "mlp_bias": (False, None)},
     harmless="output_router_logits",
 )

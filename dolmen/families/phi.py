@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from dolmen.families import common, llama, rope, windows
+from dolmen.families import common, llama, rope
 from dolmen.families.family import Family, Field, activation, expect
 from dolmen.families.rules import Rename, Rule, Split
 from dolmen.model.spec import (
@@ -77,7 +77,7 @@ PHI = Family(
         num_hidden_layers=24,
         hidden_act="gelu_new",
     ),
-    only={**windows.NONE, **llama.NO_BIAS},
+    only={**common.NO_WINDOWS, **llama.NO_BIAS},
     harmless="resid_pdrop embd_pdrop",
     extra_fields={**llama.BESIDE, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
     ignored=llama.IGNORED,
@@ -87,14 +87,14 @@ PHI = Family(
 # Phi-3, Phi-3.5 and Phi-4 (2404.14219, 2412.08905): Llama with q, k, v fused and gate, up fused;
 # some have a sliding window, some rope over a part of each head.
 
-PHI3_FIELDS = (*llama.fields_with(turned=rope.fields(part=1.0)), windows.SIZE)
+PHI3_FIELDS = (*llama.fields_with(turned=rope.fields(part=1.0)), common.WINDOW_SIZE)
 
 
 def read_phi3(config: dict[str, Any]) -> ModelSpec:
     """Return the spec of a Phi-3 config.json. Raises ValueError for a rope type other than default
     and longrope, as transformers does.
     """
-    spec = llama.read_llama_like(config, windows=windows.uniform_windows(config))
+    spec = llama.read_llama_like(config, windows=common.uniform_windows(config))
     scaling = expect(common.attention(spec).positions, RopeSpec, "positions").scaling
     if scaling is not None and not isinstance(scaling, LongRopeScaling):
         raise ValueError(f"rope_type {scaling} is not supported by phi3: use default or longrope")
@@ -130,7 +130,7 @@ PHI3 = Family(
         original_max_position_embeddings=4096,
     ),
     only={
-        **windows.NO_TYPES,
+        **common.NO_LAYER_TYPES,
         **llama.NO_BIAS,
         # stated by Phi-4-mini, for code of its own
         "lm_head_bias": (False, None),

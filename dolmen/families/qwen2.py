@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from dolmen.families import common, experts, llama, windows
+from dolmen.families import common, experts, llama
 from dolmen.families.family import Field, expect
 from dolmen.families.rules import Rename, Rule
 from dolmen.files import kinds
@@ -14,15 +14,15 @@ from dolmen.model.spec import MLPSpec, ModelSpec
 # `max_window_layers` on, if `use_sliding_window` is set.
 
 FIELDS = llama.change_fields(
-    (*llama.FIELDS, windows.SIZE),
-    windows.USED,
+    (*llama.FIELDS, common.WINDOW_SIZE),
+    common.USE_WINDOWS,
     Field(
         "max_window_layers",
         kinds.POSITION,
         28,
         "Number of layers without a sliding window at the start, if layer_types is None.",
     ),
-    windows.types("by max_window_layers"),
+    common.layer_types_field("by max_window_layers"),
     vocab_size=151936,
     intermediate_size=22016,
     num_key_value_heads=32,
@@ -38,15 +38,15 @@ def qwen2_windows(config: dict[str, Any]) -> list[int | None]:
     used, first = config["use_sliding_window"], config["max_window_layers"]
     slides = used and config["sliding_window"] is not None
     by_number = [
-        windows.SLIDING if slides and i >= first else windows.FULL
+        common.SLIDING if slides and i >= first else common.FULL
         for i in range(config["num_hidden_layers"])
     ]
-    return windows.typed_windows(config, by_number, used)
+    return common.typed_windows(config, by_number, used)
 
 
 def new_windows(spec: ModelSpec) -> dict[str, Any]:
     """Return the fields that state each layer's window."""
-    slides = [size is not None for size in windows.sizes(spec)]
+    slides = [size is not None for size in common.window_sizes(spec)]
     return {
         "use_sliding_window": any(slides),
         # first layer with a window
@@ -84,10 +84,10 @@ def qwen2_moe_windows(config: dict[str, Any]) -> list[int | None]:
     used, before = config["use_sliding_window"], config["max_window_layers"]
     slides = used and config["sliding_window"] is not None
     by_number = [
-        windows.SLIDING if slides and i < before and i % 2 == 0 else windows.FULL
+        common.SLIDING if slides and i < before and i % 2 == 0 else common.FULL
         for i in range(config["num_hidden_layers"])
     ]
-    return windows.typed_windows(config, by_number, used)
+    return common.typed_windows(config, by_number, used)
 
 
 def read_qwen2_moe(config: dict[str, Any]) -> ModelSpec:
@@ -207,7 +207,7 @@ def read_qwen3_moe(config: dict[str, Any]) -> ModelSpec:
         config,
         mlp=experts.sparse_or_dense(config, dense, sparse),
         # transformers' Qwen3-MoE ignores max_window_layers
-        windows=windows.uniform_windows(config, config["use_sliding_window"]),
+        windows=common.uniform_windows(config, config["use_sliding_window"]),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
@@ -226,13 +226,13 @@ QWEN3_MOE = replace(
     title="Qwen3 with experts",
     architecture="Qwen3MoeForCausalLM",
     read=read_qwen3_moe,
-    write=lambda spec: {"use_sliding_window": windows.first_size(spec) is not None},
+    write=lambda spec: {"use_sliding_window": common.first_window(spec) is not None},
     rules=qwen3_moe_rules,
-    only={"mlp_bias": (False, None), **windows.NO_TYPES},
+    only={"mlp_bias": (False, None), **common.NO_LAYER_TYPES},
     fields=llama.change_fields(
-        (*llama.FIELDS, windows.SIZE, *experts.FIELDS),
+        (*llama.FIELDS, common.WINDOW_SIZE, *experts.FIELDS),
         llama.ATTENTION_BIAS,
-        windows.USED,
+        common.USE_WINDOWS,
         experts.SIZE,
         Field("norm_topk_prob", bool, False, experts.NORMALISED),
         *experts.WHICH,

@@ -28,5 +28,5 @@ Search and results
     config.py        options of `plan` and `dryrun`
     figures.py       drawings of the page
     draw.py          a pipeline schedule as a picture
-    action_lists/    the search for short schedules
+    schedule_problem.py, schedule_search.py  the search for short schedules
 """

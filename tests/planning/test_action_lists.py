@@ -12,8 +12,8 @@ import pytest
 
 from dolmen.parallel.schedule import Action, Schedule, format_schedule, from_file
 from dolmen.parallel.simulation import Cost, check_schedule, make_schedule, simulate_stages
-from dolmen.planning.action_lists import greedy, search
-from dolmen.planning.action_lists.problem import Costs, ScheduleProblem, bound
+from dolmen.planning import schedule_search
+from dolmen.planning.schedule_problem import Costs, ScheduleProblem, bound
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "searched.txt"
 UNEVEN = Costs("uneven", {"forward": 1.0, "input": 1.4, "weight": 0.6, "send": 0.5})
@@ -93,7 +93,7 @@ def test_nothing_is_shorter(ranks, micros, chunks, placement, splits, memory):
     for _ in range(2):
         costs = drawn(chance, ranks * chunks)
         problem = ScheduleProblem(ranks, micros, chunks, placement, splits, costs, memory)
-        proof, want = search.Search(problem, float("inf")), brute(problem)
+        proof, want = schedule_search.Search(problem, float("inf")), brute(problem)
         proof.run()
         assert proof.span == proof.proven == pytest.approx(want, rel=1e-12), costs
         assert proof.best and simulate_stages(proof.best, costs).span == pytest.approx(want)
@@ -108,7 +108,7 @@ def test_an_early_forward_may_take_the_place_of_another():
     for _ in range(40):
         problem = ScheduleProblem(2, 3, 2, "v", False, drawn(chance, 4), 1.5)
         eager = Eager(problem, float("inf"))
-        proof = search.Search(problem, float("inf"))
+        proof = schedule_search.Search(problem, float("inf"))
         eager.run()
         proof.run()
         assert proof.span <= eager.span
@@ -116,7 +116,7 @@ def test_an_early_forward_may_take_the_place_of_another():
     assert shorter
 
 
-class Eager(search.Search):
+class Eager(schedule_search.Search):
     """Without that branch."""
 
     def _could_fill(self, rank: int) -> bool:
@@ -131,7 +131,7 @@ def test_what_is_found_is_what_is_said(chunks):
     """
     for costs, memory in itertools.product((UNEVEN, Costs("", {"backward": 2.0})), (1, 2.5)):
         times = Costs("", {"forward": 1.0, **costs.times})
-        found = search.shortest(3, 4, chunks, times, memory, nodes=50)
+        found = schedule_search.shortest(3, 4, chunks, times, memory, nodes=50)
         check_schedule(found.schedule)
         again = simulate_stages(found.schedule, times.stage_costs(found.schedule))
         assert again.span == found.simulation.span >= found.floor * (1 - 1e-12)
@@ -141,7 +141,7 @@ def test_what_is_found_is_what_is_said(chunks):
 
 def test_the_golden_row_is_a_find():
     """tests/golden trains on what this search writes, and no schedule with a name is as short."""
-    found = search.shortest(2, 4, 2, UNEVEN, 3, nodes=5000)
+    found = schedule_search.shortest(2, 4, 2, UNEVEN, 3, nodes=5000)
     assert found.like == "search"
     assert format_schedule(found.schedule) == GOLDEN.read_text()
     assert replace(from_file(str(GOLDEN)), name="search") == found.schedule
@@ -155,7 +155,7 @@ def test_with_room_it_is_shorter_than_zero_bubble_v():
     are not even needed.
     """
     times = Costs("", {"forward": 1.0, "input": 1.4, "weight": 0.9})
-    found = search.shortest(4, 8, 2, times, 6, nodes=0)
+    found = schedule_search.shortest(4, 8, 2, times, 6, nodes=0)
     named = make_schedule("zero-bubble-v", 4, 8, 2)
     theirs = simulate_stages(named, times.stage_costs(named))
     assert max(theirs.peak) == 4 and max(found.simulation.peak) <= 6
@@ -170,7 +170,9 @@ def test_lists_by_preference_never_lock():
             problem = ScheduleProblem(3, 7, chunks, placement, True, costs, memory)
             chance = random.Random(0)
             for _ in range(40):
-                assert greedy.greedy(problem, greedy.draw(problem, chance)).done
+                assert schedule_search.build_greedily(
+                    problem, schedule_search.random_preference(problem, chance)
+                ).done
 
 
 def test_costs_of_ranks_and_of_stages():

@@ -1,5 +1,8 @@
-"""The shortest schedule that fits: lists with a name, lists by preference, then a proof."""
+"""The shortest pipeline schedule that fits: schedules with a name, greedy ones, then a proof by
+branch and bound. schedule_problem.py has times, partial schedules and lower bounds.
+"""
 
+import random
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -7,9 +10,7 @@ from math import prod
 
 from dolmen.parallel.schedule import SCHEDULES, Schedule
 from dolmen.parallel.simulation import Simulation, check_schedule, simulate_stages
-from dolmen.planning.action_lists import greedy
-from dolmen.planning.action_lists.greedy import schedule_of
-from dolmen.planning.action_lists.problem import (
+from dolmen.planning.schedule_problem import (
     Costs,
     Partial,
     Paths,
@@ -17,6 +18,142 @@ from dolmen.planning.action_lists.problem import (
     bound,
     remaining,
 )
+
+# Greedy schedules, for any size: the rank that can start an action first does, and of those that it
+# could start it takes the one that it prefers. Preferences are random, and the best ones are
+# changed a little, again and again.
+
+TRIAL_BUDGET = 4_000_000  # actions times works of a rank, over all trials: some ten seconds
+MOST_TRIALS = 300
+RANDOM_SHARE = 0.3  # of them random; the others are changes of the best
+
+
+@dataclass(frozen=True)
+class Preference:
+    """How much later than another, in times of a chunk's forward, each kind of action may begin and
+    still be taken first: that which begins the earliest, when its wait is added, is taken.
+    """
+
+    late: dict[tuple[str, int], float]
+    """(kind, chunk) -> wait. Of W, which nobody waits for, large: so it fills what would be idle.
+    """
+    slots: int
+    """Chunks that a rank holds: fewer than it may can be faster, as gradients come sooner."""
+
+
+def search_greedily(problem: ScheduleProblem, enough: float) -> Schedule:
+    """Return the shortest of many greedy schedules: 30 % of random preferences, then random changes
+    of the best one. Stops early at a schedule that is no longer than `enough`. The same problem
+    gives the same schedule.
+    """
+    trials = min(MOST_TRIALS, max(8, TRIAL_BUDGET // (problem.actions * len(problem.by_rank[0]))))
+    # a fixed seed: the same question has the same answer
+    chance = random.Random(0)
+    preferred = first_preference(problem)
+    best = build_greedily(problem, preferred)
+    for trial in range(1, trials):
+        if best.span <= enough * (1 + 1e-9):
+            break
+        fresh = trial < RANDOM_SHARE * trials
+        scale = 0.5 * (1 - trial / trials) + 0.02
+        preference = (
+            random_preference(problem, chance)
+            if fresh
+            else perturb_preference(problem, preferred, chance, scale)
+        )
+        schedule = build_greedily(problem, preference)
+        if schedule.span < best.span:
+            best, preferred = schedule, preference
+    return schedule_of(problem, best)
+
+
+def first_preference(problem: ScheduleProblem) -> Preference:
+    """Return the preference of the first trial: gradients first, then the chunks that are furthest
+    on, then W.
+    """
+    last = problem.chunks - 1
+    late = {(kind, c): 0.0 for kind in problem.kinds for c in range(problem.chunks)}
+    late |= {("F", c): 0.1 + 0.5 * (last - c) for c in range(problem.chunks)}
+    if problem.splits:
+        late |= {("W", c): 0.7 for c in range(problem.chunks)}
+    return Preference(late, most_slots(problem))
+
+
+def most_slots(problem: ScheduleProblem) -> int:
+    """Return the most chunks of activations that a rank can ever hold."""
+    return min(problem.slots, problem.micros * problem.chunks)
+
+
+def random_preference(problem: ScheduleProblem, chance: random.Random) -> Preference:
+    """Sample a random preference: waits of each kind and chunk, and in half of the cases fewer
+    slots.
+    """
+    late = {}
+    for kind, chunk in first_preference(problem).late:
+        deeper = chance.choice((0.0, 0.3, 1.0)) * (problem.chunks - 1 - chunk)
+        wait = {"F": chance.choice((-0.5, 0.0, 0.5)) + deeper, "W": chance.uniform(0, 1.5)}
+        late[kind, chunk] = wait.get(kind, 0.0)
+    most = most_slots(problem)
+    slots = most if chance.random() < 0.5 else chance.randint(problem.chunks, most)
+    return Preference(late, slots)
+
+
+def perturb_preference(
+    problem: ScheduleProblem, preferred: Preference, chance: random.Random, scale: float
+) -> Preference:
+    """Return a preference near `preferred`: a normal deviate of width `scale` added to each wait,
+    and now and then one slot more or fewer.
+    """
+    late = {action: wait + chance.gauss(0, scale) for action, wait in preferred.late.items()}
+    slots = preferred.slots + chance.choice((0, 0, 0, -1, 1))
+    return Preference(late, max(problem.chunks, min(slots, most_slots(problem))))
+
+
+def schedule_of(problem: ScheduleProblem, partial: Partial) -> Schedule:
+    """Return a complete partial schedule as a `Schedule`."""
+    return Schedule(
+        "search",
+        problem.ranks,
+        problem.micros,
+        problem.chunks,
+        partial.actions(),
+        problem.placement,
+    )
+
+
+def build_greedily(problem: ScheduleProblem, preference: Preference) -> Partial:
+    """Build the schedule of one preference: repeatedly, the rank that can start earliest takes the
+    action that it prefers. Only safe actions are taken, so it always completes.
+    """
+    tight = replace(problem, memory=preference.slots / problem.chunks)
+    partial = Partial(tight)
+    unit = sum(cost.forward for cost in problem.costs) / problem.stages
+    late = [unit * preference.late[work.kind, work.chunk] for work in problem.works]
+    choices = [_preferred_action(partial, rank, late) for rank in range(problem.ranks)]
+    while True:
+        rank = min(range(problem.ranks), key=lambda r: choices[r][0])
+        start, index = choices[rank]
+        if index < 0:
+            return partial
+        partial.take(index, start)
+        fed = {problem.works[user].rank for user, _ in problem.works[index].feeds}
+        # only these ranks have new choices; recomputing all would be quadratic in the
+        # ranks
+        for other in fed | {rank}:
+            choices[other] = _preferred_action(partial, other, late)
+
+
+def _preferred_action(partial: Partial, rank: int, late: list[float]) -> tuple[float, int]:
+    """Return (start, index) of the action that a rank prefers among those it can start; (infinity,
+    -1) if there is none.
+    """
+    best = (float("inf"), float("inf"), -1)
+    for index in partial.problem.by_rank[rank]:
+        start = partial.start(index)
+        if start is not None and partial.safe(index):
+            best = min(best, (start + late[index], start, index))
+    return best[1:]
+
 
 # Branch and bound over lists, which proves that none is shorter, for small sizes.
 #
@@ -154,7 +291,7 @@ class Search:
         return times
 
 
-MOST = 40_000  # actions, of which a list by preference takes a second
+MOST_ACTIONS = 40_000  # actions, of which a list by preference takes a second
 LEAST = 1.0
 """Microbatches through all layers of a rank: less than one cannot go forward and back."""
 
@@ -217,10 +354,10 @@ def shortest(
     for too many actions, and for lists of costs of another length.
     """
     actions = 3 * prod((ranks, micros, chunks))
-    if actions > MOST:
+    if actions > MOST_ACTIONS:
         raise ValueError(
-            f"{actions:,} actions are too many to search ({MOST:,}): use fewer --microbatches; "
-            "beyond a few times --pp, more of them only lengthen the steady state"
+            f"{actions:,} actions are too many to search ({MOST_ACTIONS:,}): use fewer "
+            "--microbatches; beyond a few times --pp, more of them only lengthen the steady state"
         )
     if not memory >= LEAST:
         raise ValueError(
@@ -232,7 +369,7 @@ def shortest(
     tried = [
         (simulate_stages(schedule, problem.costs).span, schedule, problem)
         for problem in problems
-        for schedule in _first(problem, min(floors))
+        for schedule in _initial_schedules(problem, min(floors))
     ]
     # a good start cuts most branches of the proof
     span, best, problem = min(tried, key=lambda candidate: candidate[0])
@@ -265,7 +402,7 @@ def _problems(
             )
 
 
-def _first(problem: ScheduleProblem, enough: float) -> Iterator[Schedule]:
+def _initial_schedules(problem: ScheduleProblem, enough: float) -> Iterator[Schedule]:
     """Yield schedules to begin with: those with a name that fit the problem's shape and memory, and
     a greedy one, which always exists.
     """
@@ -281,4 +418,4 @@ def _first(problem: ScheduleProblem, enough: float) -> Iterator[Schedule]:
         )
         if fits and same_shape:
             yield replace(schedule, name=name)
-    yield greedy.search_greedily(problem, enough)
+    yield search_greedily(problem, enough)
