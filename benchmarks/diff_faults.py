@@ -37,7 +37,7 @@ from dolmen.core import state, transfers
 from dolmen.core.mesh import SINGLE
 from dolmen.core.topology import Topology
 from dolmen.evaluation.reference_model import random_tokens
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.families.model import model_from_fields, replace_fields
 from dolmen.files.safetensors import Spec
 from dolmen.model import attention, block, build, decoder, layers, mlp
@@ -55,7 +55,7 @@ SIZES = dict(
     max_position_embeddings=64,
 )
 LLAMA_LIKE = SIZES | dict(intermediate_size=48, num_key_value_heads=2)
-MODELS: dict[str, Callable[[], Model]] = {
+MODELS: dict[str, Callable[[], ModelConfig]] = {
     "llama": lambda: model_from_fields("llama", LLAMA_LIKE),
     "mistral": lambda: model_from_fields(
         "mistral", LLAMA_LIKE | dict(head_dim=8, sliding_window=6)
@@ -77,7 +77,7 @@ Patch = pytest.MonkeyPatch
 class Held:
     """A source whose weights are in memory."""
 
-    model: Model
+    model: ModelConfig
     weights: Mapping[str, Tensor]
     where: Path = Path("memory")
     title: str = "memory"
@@ -497,7 +497,7 @@ FAULTS = [
 ]
 
 
-def random_weights(model: Model) -> Weights:
+def random_weights(model: ModelConfig) -> Weights:
     """Norms around their own value, biases around 0, and matrices that keep sizes about 1."""
     generator = torch.Generator().manual_seed(0)
     found = {}

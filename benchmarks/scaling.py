@@ -50,7 +50,7 @@ from benchmarks.sent import Sent
 from benchmarks.team import Team, end_all, forget_peak, peak_memory
 from dolmen.core import device
 from dolmen.data.batch import Batch
-from dolmen.families import Model, model_from_fields
+from dolmen.families import ModelConfig, model_from_fields
 from dolmen.model.build import build, initialize
 from dolmen.model.count import parameters, training_flops_per_token
 from dolmen.model.layout import Layout
@@ -74,7 +74,7 @@ SIDES = {
 OPTIMIZER = OptimizerConfig(lr=1e-4, schedule="constant")
 
 
-def model_of(args) -> Model:
+def model_of(args) -> ModelConfig:
     return model_from_fields(
         "llama",
         dict(

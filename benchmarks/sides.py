@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from benchmarks.gpu import house
 from dolmen.core import mesh as meshes
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.model import build
 from dolmen.model.count import training_flops_per_token
 from dolmen.model.decoder import Decoder
@@ -42,7 +42,7 @@ class Work:
     model of dolmen's.
     """
 
-    model: Model
+    model: ModelConfig
     sequence: int
     batch: int
     initial: Callable[[Decoder], None] = drawn

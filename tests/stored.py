@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from dolmen.conversion.hf_export import export_weights
-from dolmen.families import Model, weight_map
+from dolmen.families import ModelConfig, weight_map
 
 
-def exported_trained(model: Model, full: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+def exported_trained(
+    model: ModelConfig, full: Callable[[str], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
     """As export_weights, each parameter once: (stored name, tensor) made of what `full(our name)`
     gives, gradients or moments; `full` is not asked for what no gradient trains, as a bias that
     balances experts.

@@ -15,7 +15,7 @@ LIMITS = {
     "fragments": 3,
     "participles": 1,
     "prepositions": 0,
-    "shared class names": 2,
+    "shared class names": 0,
     "private words": 0,
 }
 FRAGMENTS = set(

@@ -6,7 +6,7 @@ from typing import Literal
 
 from dolmen.core.config import config, from_dict
 from dolmen.core.mesh import Mesh
-from dolmen.families import Model, families
+from dolmen.families import ModelConfig, families
 from dolmen.families.model import model_from_spec, replace_fields
 from dolmen.model import build as building
 from dolmen.model.build import initialize, load
@@ -183,7 +183,7 @@ class Flat:
         return Training(self.dropout, router)
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ModelConfig:
         """The model as its config.json. Raises ValueError where the family cannot express it."""
         model = model_from_spec(self.spec, self.family)
         # the config.json has an intermediate_size even where all layers are sparse
@@ -217,10 +217,10 @@ def with_mixer_fields(model: Flat | Tiny, **fields) -> Tiny:
 
 def tiny(model_type: str, dropout: float = 0.0, **fields) -> Tiny:
     """Return the model of a config.json with these fields."""
-    return Tiny(Model({"model_type": model_type, **fields}).spec, Training(dropout))
+    return Tiny(ModelConfig({"model_type": model_type, **fields}).spec, Training(dropout))
 
 
-def flat_model(**fields) -> Model:
+def flat_model(**fields) -> ModelConfig:
     """Return the model of flat fields; without `family`, of the first that can express them."""
     if "family" not in fields:
         for name in ("llama", *families()):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.gpu.case import Context
-from dolmen.families import Model, convert_family, replace_fields
+from dolmen.families import ModelConfig, convert_family, replace_fields
 from dolmen.model.count import activation_bytes_per_layer, parameters
 from dolmen.model.spec import ModelSpec
 from dolmen.model.training import Training
@@ -32,7 +32,7 @@ class Shape:
     """A model and the sequences it is trained on. `sequences`: how many at once are tried."""
 
     name: str
-    model: Model
+    model: ModelConfig
     length: int
     sequences: tuple[int, ...] = (1, 2, 4)
     training: Training = Training()
@@ -63,7 +63,7 @@ def of(context: Context, recipe: str, dropout: float = 0.0, **changes) -> Shape:
     return Shape(recipe, model, 4096 if full else 32, sequences, Training(dropout))
 
 
-def with_layers(model: Model, number: int) -> Model:
+def with_layers(model: ModelConfig, number: int) -> ModelConfig:
     return replace_fields(model, {model.family.names["num_hidden_layers"]: number})
 
 
@@ -78,7 +78,7 @@ def fitting(context: Context, recipe: str) -> Shape:
     return shape.with_num_layers(layers_that_fit(shape.model, shape.length, memory))
 
 
-def layers_that_fit(model: Model, length: int, memory: int) -> int:
+def layers_that_fit(model: ModelConfig, length: int, memory: int) -> int:
     """Layers of `model` that one device of `memory` bytes trains with one sequence at a time: the
     rest of the model, their states, and what they keep for backward; a tenth stays free.
     """

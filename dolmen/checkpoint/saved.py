@@ -10,7 +10,7 @@ from typing import Any
 from dolmen.checkpoint import folders
 from dolmen.checkpoint.folders import STATE, Damaged
 from dolmen.core.config import from_dict
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.families.adapters import AdapterConfig
 from dolmen.files import gate, kinds
 from dolmen.model.training import RouterTraining, Training
@@ -137,11 +137,11 @@ def _critic(meta: Mapping[str, Any] | None) -> SavedCritic | None:
     return SavedCritic(meta["updates"], scaled, norms, float(meta["kl_coef"]))
 
 
-def model_of(run: Mapping[str, Any]) -> tuple[Model, Training]:
+def model_of(run: Mapping[str, Any]) -> tuple[ModelConfig, Training]:
     """Return the model of a run's configuration and what training adds to it (router biases,
     adapters); the rest of the configuration is not read. Raises ValueError.
     """
     router = from_dict(RouterTraining, run["train"].get("router", {}), path="train.router")
     adapter = from_dict(AdapterConfig, run.get("adapter", {}), path="adapter")
-    model = Model.from_plain(run["model"])
+    model = ModelConfig.from_plain(run["model"])
     return model, Training(router=router, adapter=adapter.resolve(model))

@@ -24,7 +24,7 @@ from dolmen.cli.parse import HELP, Option, OptionGroup, full_help, groups, optio
 from dolmen.core.config import Mark, Words, from_dict, to_dict
 from dolmen.core.filesystem import is_url
 from dolmen.core.messages import BadInput, as_bad_input, escape, unknown_options
-from dolmen.families import Field, Model
+from dolmen.families import Field, ModelConfig
 from dolmen.families import start as models
 from dolmen.families.start import option_type
 from dolmen.files import gate, write
@@ -267,7 +267,7 @@ def _format_value(values: Mapping[str, Any], option: str) -> str:
 PREFIX = "model."
 
 
-def model_groups(model: Model) -> list[OptionGroup]:
+def model_groups(model: ModelConfig) -> list[OptionGroup]:
     """Return the options --model.*: the fields of a model's family in config.json, with the model's
     values. Other families' names of a field work too, and are listed in its text.
     """

@@ -29,7 +29,7 @@ from dolmen.conversion.weights import split_stored
 from dolmen.core.torch_private import hub
 from dolmen.evaluation import reference_model
 from dolmen.evaluation.validate import batch_of
-from dolmen.families import Model, weight_map
+from dolmen.families import ModelConfig, weight_map
 from dolmen.families.rules import StoredTensor
 from dolmen.model.spec.param import ParamSpec
 
@@ -74,7 +74,7 @@ def record(
 
 def _record_update(
     recorder: Recorder,
-    model: Model,
+    model: ModelConfig,
     task: DiffTask,
     weights: dict[str, Tensor],
     gradients: dict[str, Tensor],
@@ -118,7 +118,7 @@ class _TransformersHooks:
     record gradients of activations too.
     """
 
-    def __init__(self, network: Any, model: Model, recorder: Recorder, gradients: bool):
+    def __init__(self, network: Any, model: ModelConfig, recorder: Recorder, gradients: bool):
         self.network, self.model = network, model
         self.recorder, self.gradients = recorder, gradients
         self.modules: dict[str, nn.Module] = dict(network.named_modules())

@@ -19,7 +19,7 @@ from dolmen.checkpoint.saved import model_of, read_saved
 from dolmen.conversion.sidecars import pad_vocabulary, with_special_tokens
 from dolmen.conversion.weights import Scales, Scaling, WeightsAlone
 from dolmen.core.messages import plural
-from dolmen.families import Model, add_standard_fields, compare_fields, with_scalar_head
+from dolmen.families import ModelConfig, add_standard_fields, compare_fields, with_scalar_head
 from dolmen.files.safetensors import Spec
 from dolmen.model.spec import LoraSpec, ModelSpec
 from dolmen.model.spec.lora import magnitude_name, scale_name
@@ -36,12 +36,12 @@ class RunCheckpoint(WeightsAlone):
     tensors.
     """
 
-    model: Model
+    model: ModelConfig
     spec: ModelSpec
     """Spec of the parameters without adapters."""
     adapter: LoraSpec | None
     step: int
-    own: Model
+    own: ModelConfig
     """Model that was trained; `model` may have another config, for the same weights."""
     checkpoint: reader.Checkpoint
     init: str | None
@@ -221,7 +221,7 @@ def newest(folder: Path) -> Path:
     return reader.locate(folder)
 
 
-def open_run(folder: Path, model: Model | None = None) -> RunCheckpoint:
+def open_run(folder: Path, model: ModelConfig | None = None) -> RunCheckpoint:
     """Open the checkpoint in a step folder; `model` replaces the run's own model (same weights,
     other config). Raises Damaged where the checkpoint or its saved options cannot be read.
     """

@@ -22,7 +22,7 @@ from dolmen.checkpoint import remote
 from dolmen.conversion.weights import WeightsAlone, assemble
 from dolmen.core.filesystem import expand, is_absent, is_url
 from dolmen.core.messages import plural
-from dolmen.families import Model, WeightMap, replace_fields, special_tokens, weight_map
+from dolmen.families import ModelConfig, WeightMap, replace_fields, special_tokens, weight_map
 from dolmen.families.family import BARE, text_config
 from dolmen.families.rules import StoredTensor
 from dolmen.files import gate, kinds, safetensors, torch_files
@@ -97,7 +97,7 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
         ) from error
 
 
-def read_config(folder: Path | str) -> Model:
+def read_config(folder: Path | str) -> ModelConfig:
     """Read the model of a folder's config.json, with special token ids from its tokenizer files.
     Raises ValueError, naming file and field, for what dolmen cannot compute.
     """
@@ -106,7 +106,7 @@ def read_config(folder: Path | str) -> Model:
         raise ValueError(f"{folder} has no config.json")
     content = gate.read_json(file, kinds.CONFIG)
     try:
-        model = Model(text_config(content) or content)
+        model = ModelConfig(text_config(content) or content)
     except ValueError as error:
         raise gate.refuse(file, error) from error
     # GLM and others name special tokens in the tokenizer alone
@@ -144,7 +144,7 @@ class Transformers(WeightsAlone):
     """A transformers directory as a source; its weights are read as those of `model`."""
 
     where: Path
-    model: Model
+    model: ModelConfig
 
     @property
     def title(self) -> str:
@@ -255,7 +255,7 @@ def is_transformers(folder: Path) -> bool:
 
 
 def open_transformers(
-    folder: Path, model: Model | None = None, sidecars: Path | None = None
+    folder: Path, model: ModelConfig | None = None, sidecars: Path | None = None
 ) -> Transformers:
     """Open a transformers directory; `model` replaces its config.json. `sidecars`: folder of the
     config.json, where it is not yet next to the weights. Raises as `read_config`.
@@ -263,7 +263,7 @@ def open_transformers(
     return Transformers(folder, model or _detect_bare(read_config(sidecars or folder), folder))
 
 
-def _detect_bare(model: Model, folder: Path) -> Model:
+def _detect_bare(model: ModelConfig, folder: Path) -> ModelConfig:
     """Return the model with its `bare` option set where no stored tensor's name has the
     family's prefix ("model.", "transformer."), so that an export writes names of the same kind.
     """
@@ -288,7 +288,7 @@ def copy_tokenizer(source: Path | str | None, to: Path) -> None:
         shutil.copyfile(file, to / file.name)
 
 
-def stated_dtype(model: Model) -> torch.dtype:
+def stated_dtype(model: ModelConfig) -> torch.dtype:
     """Dtype that a config.json states, float32 by default. Raises ValueError for one that weights
     cannot have.
     """

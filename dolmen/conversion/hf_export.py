@@ -30,7 +30,7 @@ from dolmen.conversion.hf import (
 from dolmen.conversion.source import ModelSource
 from dolmen.conversion.weights import Scales, join_stored
 from dolmen.conversion.writing import Advance, LayerPool, group_by_layer
-from dolmen.families import Model, edit, replace_fields, unknown, weight_map
+from dolmen.families import ModelConfig, edit, replace_fields, unknown, weight_map
 from dolmen.families.rules import StoredTensor
 from dolmen.files import safetensors
 from dolmen.files.safetensors import SHARD_BYTES, Spec
@@ -67,7 +67,7 @@ def transformers_folder(source: ModelSource) -> Iterator[Path]:
         yield Path(temporary) / "model"
 
 
-def check_expressible(model: Model, spec: ModelSpec) -> None:
+def check_expressible(model: ModelConfig, spec: ModelSpec) -> None:
     """Raise ValueError where the stored parameters (`spec`) have more than the config.json of
     `model` can express: a router's balancing bias.
     """
@@ -81,7 +81,7 @@ def check_expressible(model: Model, spec: ModelSpec) -> None:
 
 
 def export_weights(
-    model: Model, full: Callable[[str], Tensor], entries: Iterable[StoredTensor] | None = None
+    model: ModelConfig, full: Callable[[str], Tensor], entries: Iterable[StoredTensor] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (stored name, tensor in its stored shape) in the order of the model, or of `entries`,
     made from the parameters that `full(our name)` returns. Where `full` is a collective, every rank
@@ -116,7 +116,7 @@ def check_target(folder: Path | str, tokenizer_folder: Path | str | None = None)
 
 def save(
     folder: Path | str,
-    model: Model,
+    model: ModelConfig,
     full: Callable[[str], Tensor],
     dtype: torch.dtype | None = None,
     tokenizer_folder: Path | str | None = None,
@@ -200,7 +200,7 @@ def write_sidecar_files(source: ModelSource, folder: Path, dtype: torch.dtype) -
 
 def _write_sidecar_files(
     folder: Path,
-    model: Model,
+    model: ModelConfig,
     dtype: torch.dtype,
     generation_config: Mapping[str, Any] | None,
     tokenizer_folder: Path | str | None,
@@ -221,7 +221,7 @@ def _write_sidecar_files(
     copy_tokenizer(tokenizer_folder, folder)
 
 
-def _specs(model: Model, dtype: torch.dtype) -> dict[str, Spec]:
+def _specs(model: ModelConfig, dtype: torch.dtype) -> dict[str, Spec]:
     """Shape and dtype of each tensor that is written, by its stored name: `dtype`, or at least fp32
     for parameters that the family keeps precise.
     """

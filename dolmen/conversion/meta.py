@@ -25,7 +25,7 @@ from dolmen.conversion.sidecars import Joined
 from dolmen.conversion.weights import WeightsAlone, assemble
 from dolmen.core.config import AboveZero, NonNegative
 from dolmen.core.messages import plural
-from dolmen.families import Model, edit
+from dolmen.families import ModelConfig, edit
 from dolmen.families.rules import Paired, Rename, Rule, StoredTensor, entries
 from dolmen.files import gate, torch_files
 from dolmen.files.gate import Kind
@@ -186,7 +186,7 @@ class Consolidated(WeightsAlone, Joined):
         return of.join(rank[name].read() for rank in ranks)
 
 
-def open_meta(folder: Path, model: Model | None = None) -> Consolidated:
+def open_meta(folder: Path, model: ModelConfig | None = None) -> Consolidated:
     """Open the files in a folder; the model is `model`, else that of params.json. Raises ValueError
     for a missing rank, and for what dolmen does not compute.
     """
@@ -203,7 +203,7 @@ def _embedding_dim(ranks: tuple[Mapping[str, Stored], ...], hidden: int) -> int:
     return 0 if ranks[0][EMBEDDING].spec.shape[-1] == hidden else 1
 
 
-def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> Model:
+def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> ModelConfig:
     """Model of params.json; the MLP width, the vocabulary where it is not stated, the tied head and
     the dtype follow from the tensors. Raises ValueError or KeyError for files that are not a Llama
     of Meta's.

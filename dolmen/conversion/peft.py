@@ -31,7 +31,7 @@ from dolmen.conversion.checkpoint import RunCheckpoint
 from dolmen.conversion.hf import ADAPTER_FILES, copy_tokenizer, tokenizer_files
 from dolmen.conversion.weights import Scales, WeightsAlone
 from dolmen.core.filesystem import expand
-from dolmen.families import Model, weight_map
+from dolmen.families import ModelConfig, weight_map
 from dolmen.families.rules import Rename, Transpose
 from dolmen.files import gate, kinds, safetensors
 from dolmen.files.safetensors import Spec, Stored
@@ -108,7 +108,7 @@ def base(folder: Path) -> str:
     return str(local) if not expand(name).is_dir() and local.is_dir() else name
 
 
-def read(folder: Path, model: Model) -> LowRank:
+def read(folder: Path, model: ModelConfig) -> LowRank:
     """Read the adapters of `model` in a PEFT folder; tensors are read later, on demand. Raises
     Refused, naming the file, for kinds of adapters that are not supported and for tensors that do
     not fit the model.
@@ -168,7 +168,9 @@ def _kind(config: Mapping[str, Any]) -> Any:
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _check_shapes(file: Path, form: LoraSpec, stored: Mapping[str, Stored], model: Model) -> None:
+def _check_shapes(
+    file: Path, form: LoraSpec, stored: Mapping[str, Stored], model: ModelConfig
+) -> None:
     """Raise Refused where A, B or a magnitude is missing, not floating, or of another shape than
     the config gives it, and for tensors that are left over.
     """
@@ -195,7 +197,7 @@ def _check_shapes(file: Path, form: LoraSpec, stored: Mapping[str, Stored], mode
         raise gate.refuse(file, f"has {stored[lone[0]].name}, for which {CONFIG} has no option")
 
 
-def _modules(model: Model) -> dict[str, str]:
+def _modules(model: ModelConfig) -> dict[str, str]:
     """Module name in transformers -> our weight, for modules whose weight is exactly one of ours;
     norms and embeddings are among them.
     """
@@ -286,7 +288,7 @@ class Adapted(WeightsAlone):
         return f"{self.base.title} with the adapters of {self.where}"
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ModelConfig:
         """Model of the base."""
         return self.base.model
 

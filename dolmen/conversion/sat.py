@@ -23,7 +23,7 @@ from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.sidecars import Joined
 from dolmen.conversion.weights import WeightsAlone, assemble
 from dolmen.core.messages import plural
-from dolmen.families import Model, WeightMap, weight_map
+from dolmen.families import ModelConfig, WeightMap, weight_map
 from dolmen.families.rules import Split, StoredTensor
 from dolmen.files import gate, torch_files
 from dolmen.files.safetensors import Spec, Stored
@@ -177,7 +177,7 @@ class Sat(WeightsAlone, Joined):
         return share.join([shard.read() for shard in shards])
 
 
-def open_sat(folder: Path, model: Model | None = None) -> Sat:
+def open_sat(folder: Path, model: ModelConfig | None = None) -> Sat:
     """Open the checkpoint whose rank files lie in `folder`; the model is `model`, else the
     config.json next to it. Raises ValueError for another family than GLM-130B, a missing rank, or a
     file that SAT did not save.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dolmen.conversion.hf import read_config, tokenizer_files
 from dolmen.conversion.weights import assemble
-from dolmen.families import Model, edit, families, model_from_spec
+from dolmen.families import ModelConfig, edit, families, model_from_spec
 from dolmen.families.rules import StoredTensor
 from dolmen.files import gate, kinds
 from dolmen.model.spec import ModelSpec
@@ -33,7 +33,7 @@ def place(folder: Path) -> Path:
     return folder
 
 
-def config(folder: Path) -> Model | None:
+def config(folder: Path) -> ModelConfig | None:
     """Read the model of the folder's config.json, None where there is none. Raises ValueError as
     `read_config`.
     """
@@ -56,7 +56,7 @@ def generation_config(folder: Path) -> dict[str, Any]:
     return gate.read_json(file, kinds.GENERATION_CONFIG) if file.is_file() else {}
 
 
-def vocabulary(folder: Path, model: Model | None, rows: int | None) -> int | None:
+def vocabulary(folder: Path, model: ModelConfig | None, rows: int | None) -> int | None:
     """Return the number of tokens, without padding rows: that of the config.json (`model`), else
     `rows` (--vocab-size), else the tokenizer's; None where neither exists. Raises ValueError where
     `rows` and the config.json differ.
@@ -77,7 +77,7 @@ def vocabulary(folder: Path, model: Model | None, rows: int | None) -> int | Non
     return len(load_tokenizer(str(where), option="").get_vocab())
 
 
-def express(spec: ModelSpec) -> Model:
+def express(spec: ModelSpec) -> ModelConfig:
     """Return a model of the first family whose config.json can express `spec`. Raises ValueError,
     with the first family's reason, where none can.
     """
@@ -92,7 +92,7 @@ def express(spec: ModelSpec) -> Model:
     raise ValueError(f"no model family can express this model; {reasons[0]}")
 
 
-def with_special_tokens(model: Model, folder: Path | None) -> Model:
+def with_special_tokens(model: ModelConfig, folder: Path | None) -> ModelConfig:
     """Return the model with eos_token_id set from the folder's tokenizer, so that generation stops
     there; unchanged where it is set already, or without a tokenizer.
     """
@@ -104,7 +104,7 @@ def with_special_tokens(model: Model, folder: Path | None) -> Model:
     return model if end is None else edit(model, eos_token_id=end)
 
 
-def pad_vocabulary(model: Model, tokenizer: str | None, option: str = "") -> Model:
+def pad_vocabulary(model: ModelConfig, tokenizer: str | None, option: str = "") -> ModelConfig:
     """Return the model with pad_token_id set to the tokenizer's padding token if that is not the
     EOS token, else None: classifiers find the end of a sequence by looking for padding. `option`:
     the option that named the tokenizer, for error messages. Unchanged without a tokenizer.
@@ -116,7 +116,7 @@ def pad_vocabulary(model: Model, tokenizer: str | None, option: str = "") -> Mod
     token = padding(load_tokenizer(tokenizer, option, probe=False))
     if model.config.get("pad_token_id") == token:
         return model
-    return Model({**model.config, "pad_token_id": token})
+    return ModelConfig({**model.config, "pad_token_id": token})
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Joined:
     (`_tensor`).
     """
 
-    model: Model
+    model: ModelConfig
     sidecar_folder: Path
     """Folder of its config.json and its tokenizer."""
 

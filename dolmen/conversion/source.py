@@ -33,7 +33,7 @@ from dolmen.conversion.megatron import source as megatron
 from dolmen.conversion.peft import LowRank
 from dolmen.conversion.weights import Moments, Scales, Tensors, check_whole
 from dolmen.core.filesystem import is_url
-from dolmen.families import Model, compare_fields, training_fields
+from dolmen.families import ModelConfig, compare_fields, training_fields
 from dolmen.model.spec import ModelSpec
 
 
@@ -48,7 +48,7 @@ class ModelSource(Tensors, Protocol):
         ...
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ModelConfig:
         """The model's family and configuration, as its config.json has them."""
         ...
 
@@ -120,14 +120,14 @@ class Format:
     """Returns the folder to open: itself, or for folders that grow its newest complete checkpoint.
     Raises ValueError where there is none yet.
     """
-    open: Callable[[Path, Model | None, int | None], ModelSource]
+    open: Callable[[Path, ModelConfig | None, int | None], ModelSource]
     """Opens the result of `newest`; arguments: folder, model to use in place of its config (or
     None), number of tokens where the folder does not say which rows are padding (or None). Raises
     ValueError.
     """
 
 
-def _open_adapted(folder: Path, model: Model | None, vocab_size: int | None) -> ModelSource:
+def _open_adapted(folder: Path, model: ModelConfig | None, vocab_size: int | None) -> ModelSource:
     """Open a PEFT folder as its base model with the adapters merged. `model` and `vocab_size` are
     for the base (see `open_source`). Raises ValueError where the base is a PEFT folder too.
     """
@@ -186,7 +186,7 @@ FORMATS = (
 
 
 def open_source(
-    name: str | Path, model: Model | None = None, vocab_size: int | None = None
+    name: str | Path, model: ModelConfig | None = None, vocab_size: int | None = None
 ) -> ModelSource:
     """Open a folder of any of FORMATS, or a model id of the hub. `model`: a config to use in place
     of the stored one (same weights). `vocab_size`: number of tokens, for folders that do not say

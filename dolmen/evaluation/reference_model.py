@@ -15,7 +15,7 @@ from torch import Tensor
 from dolmen.conversion.weights import assemble
 from dolmen.data.batch import FOLLOWS, Batch
 from dolmen.evaluation.validate import has_next_sentence_head
-from dolmen.families import Model, weight_map
+from dolmen.families import ModelConfig, weight_map
 
 
 def random_tokens(
@@ -31,7 +31,9 @@ def random_tokens(
     return windows + (windows >= padding % vocabulary)  # torch counts a negative one from the end
 
 
-def load_reference(folder: Path, stated: Model, dtype: torch.dtype, device: torch.device) -> Any:
+def load_reference(
+    folder: Path, stated: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Any:
     """Load transformers' model from a folder, for evaluation: AutoModelForCausalLM, or for
     bidirectional models ForMaskedLM (ForPreTraining with a next-sentence head). Never runs code of
     the folder. `stated`: its model as dolmen reads it. Attention is "eager", nearest to the papers,
@@ -62,7 +64,7 @@ def load_reference(folder: Path, stated: Model, dtype: torch.dtype, device: torc
 
 
 def logits_and_loss(
-    network: Any, stated: Model, batch: Batch
+    network: Any, stated: ModelConfig, batch: Batch
 ) -> tuple[Float[Tensor, "sequences length vocabulary"], Float[Tensor, ""]]:
     """Run transformers' `network` on a batch: its logits, and the mean cross-entropy over labels,
     plus that of the next-sentence head if the model `stated` has one. The loss is in fp32 or wider.
@@ -106,7 +108,7 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def tensors_by_our_names(model: Model, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+def tensors_by_our_names(model: ModelConfig, stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of transformers' parameters (weights or gradients) under our names, split by
     the import rules, which are linear.
     """

@@ -28,7 +28,7 @@ from dolmen.core.torch_private import hub
 from dolmen.data.batch import Batch
 from dolmen.evaluation import reference_model
 from dolmen.evaluation.validate import batch_of, objective_of
-from dolmen.families import Model, compare_fields
+from dolmen.families import ModelConfig, compare_fields
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.model.spec import ModelSpec
@@ -203,7 +203,7 @@ def _tokens(spec: ModelSpec, length: int, device: torch.device, padding: int | N
 
 
 def _run_transformers(
-    folder: Path, stated: Model, tokens: _Tokens, device: torch.device, gradients: bool
+    folder: Path, stated: ModelConfig, tokens: _Tokens, device: torch.device, gradients: bool
 ) -> Reference:
     """Run transformers on a folder of the model `stated`: logits, loss, gradients if wanted, and
     greedy tokens for causal models.

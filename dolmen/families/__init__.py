@@ -3,7 +3,7 @@ parameters. Imports no torch.
 
 A family
     family.py          what a family declares: fields, read, write, rules
-    model.py           `Model`: a config.json and the spec it parses to; edits, new models
+    model.py           `ModelConfig`: a config.json and the spec it parses to; edits, new ones
     start.py           a run's model, and options applied to it
     unknown.py         fields of a config.json that its family does not know
     differences.py     differences between two specs
@@ -25,7 +25,7 @@ One file per family or group of families
 
 from dolmen.families.family import Family, Field, families, find_family
 from dolmen.families.model import (
-    Model,
+    ModelConfig,
     add_standard_fields,
     compare_fields,
     convert_family,

@@ -12,7 +12,7 @@ from typing import Literal
 
 from dolmen.core.config import AboveZero, Positive, config
 from dolmen.core.messages import brief
-from dolmen.families.model import Model
+from dolmen.families.model import ModelConfig
 from dolmen.families.weights import weight_map
 from dolmen.model.spec import LoraSpec
 from dolmen.model.spec.lora import ADAPTED
@@ -62,7 +62,7 @@ class AdapterConfig:
                 f"adapter.targets is empty: name a layer, such as q_proj, or give {ALL}"
             )
 
-    def resolve(self, model: Model) -> LoraSpec | None:
+    def resolve(self, model: ModelConfig) -> LoraSpec | None:
         """Return the LoRA spec of a model; None if no rank is set. Raises ValueError for a target
         that the model lacks, and for a rank above that of every matrix.
         """
@@ -79,7 +79,7 @@ class AdapterConfig:
         return LoraSpec(self.rank, self.alpha, names, self.frozen, self.scaling, self.kind)
 
 
-def targets(model: Model, names: Collection[str]) -> frozenset[str]:
+def targets(model: ModelConfig, names: Collection[str]) -> frozenset[str]:
     """Return the full names of the weights that `names` select ("all-linear": all that take an
     adapter). Raises ValueError for a name that selects none.
     """
@@ -98,7 +98,7 @@ def targets(model: Model, names: Collection[str]) -> frozenset[str]:
     return frozenset(weight for name in requested for weight in known[name])
 
 
-def _module_weights(model: Model) -> dict[str, set[str]]:
+def _module_weights(model: ModelConfig) -> dict[str, set[str]]:
     """Return last part of a module's name in transformers (q_proj) -> our full names of its
     weights, of all that can have an adapter.
     """

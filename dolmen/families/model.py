@@ -1,7 +1,7 @@
-"""`Model`: a config.json and the spec it parses to. Edits change fields of the config.json, under
-the names that it uses, and never the spec: runs store and exports write that config.json.
+"""`ModelConfig`: a config.json and the spec it parses to. Edits change fields of the config.json,
+under the names that it uses, and never the spec: runs store and exports write that config.json.
 
-    Model(config).spec                        parse
+    ModelConfig(config).spec                  parse
     model_from_spec(spec, "mistral")          a config.json of this spec, checked by parsing it back
     replace_fields(model, {"n_embd": 64})     the same config.json with other fields
     edit(model, vocab_size=50304)             the same, for what any family has
@@ -105,7 +105,7 @@ TUNED = ("initializer_range", "router_aux_loss_coef")  # by training or its star
 
 
 @dataclass(frozen=True)
-class Model(CustomValue):
+class ModelConfig(CustomValue):
     """A model, described by its config.json. Raises ValueError, with field and value, for a field
     that changes what is computed and is not supported; unknown fields are kept (`unknown_fields`).
     Dropout in the config.json is ignored.
@@ -191,9 +191,9 @@ class Model(CustomValue):
         return deepcopy(self.config)
 
     @classmethod
-    def from_plain(cls, value: Any) -> "Model":
+    def from_plain(cls, value: Any) -> "ModelConfig":
         """Return the model of a config.json read from a run's YAML, where 1e-05 is text. Raises
-        ValueError as Model does, and for a value that is no mapping.
+        ValueError as ModelConfig does, and for a value that is no mapping.
         """
         if not isinstance(value, dict):
             raise ValueError(f"it must be a config.json, a mapping, not {brief(value)}")
@@ -213,7 +213,7 @@ def check_matrix_count(spec: ModelSpec) -> ModelSpec:
     return spec
 
 
-def explicit_fields(model: Model) -> dict[str, Any]:
+def explicit_fields(model: ModelConfig) -> dict[str, Any]:
     """Return every field that the family reads with an explicit value: none absent and none derived
     from others, under its own name and in transformers 5's spelling.
     """
@@ -230,7 +230,7 @@ def explicit_fields(model: Model) -> dict[str, Any]:
 
 def model_from_spec(
     spec: ModelSpec, model_type: str, carried: Mapping[str, Any] | None = None
-) -> Model:
+) -> ModelConfig:
     """Return a model of family `model_type` whose spec is `spec`, with the extra fields `carried`.
     Raises ValueError, naming what the family cannot express: the new config.json is parsed back and
     compared with `spec`.
@@ -246,7 +246,7 @@ def model_from_spec(
         if isinstance(spec.head, ScalarHeadSpec):
             own = scorer_config(own, family)
         model = add_standard_fields(
-            Model(nest_own_fields(family, {**own, **deepcopy(dict(carried or {}))}))
+            ModelConfig(nest_own_fields(family, {**own, **deepcopy(dict(carried or {}))}))
         )
         # what the family cannot say would be lost silently: compare with what it reads back
         if lost := differences(spec, model.spec):
@@ -261,7 +261,7 @@ def model_from_spec(
     return model
 
 
-def add_standard_fields(model: Model) -> Model:
+def add_standard_fields(model: ModelConfig) -> ModelConfig:
     """Return the model with the fields that transformers states besides structure, where absent:
     architectures, dtype, and dropout of 0.
     """
@@ -272,19 +272,19 @@ def add_standard_fields(model: Model) -> Model:
         **deepcopy(family.extra_fields),
     }
     stated = {"dtype"} if "torch_dtype" in model.config else set()
-    return Model({**{n: v for n, v in defaults.items() if n not in stated}, **model.config})
+    return ModelConfig({**{n: v for n, v in defaults.items() if n not in stated}, **model.config})
 
 
-def model_from_fields(model_type: str, fields: Mapping[str, Any]) -> Model:
+def model_from_fields(model_type: str, fields: Mapping[str, Any]) -> ModelConfig:
     """Return a model of the family with these fields (own names; `rope_parameters.factor` for one
     inside another) and its defaults, all stated in the config.json. Raises ValueError for an
     impossible model.
     """
-    bare = replace_fields(Model({"model_type": model_type}), fields)
+    bare = replace_fields(ModelConfig({"model_type": model_type}), fields)
     return model_from_spec(bare.spec, model_type, {n: v for n, v in fields.items() if "." not in n})
 
 
-def convert_family(model: Model, model_type: str) -> Model:
+def convert_family(model: ModelConfig, model_type: str) -> ModelConfig:
     """Return the model with the same spec as a config.json of another family, special tokens and
     dtype kept. Raises ValueError as `model_from_spec`.
     """
@@ -292,7 +292,7 @@ def convert_family(model: Model, model_type: str) -> Model:
     return model_from_spec(model.spec, model_type, {**carried, "dtype": model.dtype})
 
 
-def assumed_fields(model: Model) -> dict[str, Any]:
+def assumed_fields(model: ModelConfig) -> dict[str, Any]:
     """Return dolmen's own fields that the config.json leaves open, with the values assumed for
     them; {} if it leaves none open.
     """
@@ -300,7 +300,7 @@ def assumed_fields(model: Model) -> dict[str, Any]:
     return {} if family.assume is None else family.assume(fill_defaults(family, model.config))
 
 
-def replace_fields(model: Model, fields: Mapping[str, Any]) -> Model:
+def replace_fields(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
     """Return the model with other values of `fields`, by the family's own names
     (`rope_parameters.factor` for a field inside another one). If anything changes, assumed fields
     become explicit, so that the model stays what it was taken for. Raises ValueError for an
@@ -322,10 +322,10 @@ def replace_fields(model: Model, fields: Mapping[str, Any]) -> Model:
         config[RESERVED] = {**config.get(RESERVED, {}), **open_before}
     for name, value in whole.items():
         config |= spell_field(known_fields[name], config, deepcopy(value))
-    return Model(config)
+    return ModelConfig(config)
 
 
-def set_fields(model: Model, fields: Mapping[str, Any]) -> Model:
+def set_fields(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
     """Return the model with other values of `fields`, by any of their names. Raises ValueError for
     an impossible model, and for a field that the family lacks.
     """
@@ -338,14 +338,14 @@ def set_fields(model: Model, fields: Mapping[str, Any]) -> Model:
 
 
 def edit(
-    model: Model,
+    model: ModelConfig,
     *,
     vocab_size: int | None = None,
     tie: bool | None = None,
     dtype: str | None = None,
     context: int | None = None,
     **special: int | list[int],
-) -> Model:
+) -> ModelConfig:
     """Return the model with another vocabulary size, tied or untied head, stated dtype, longest
     sequence, or special token ids (`bos_token_id`, `eos_token_id`, `pad_token_id`); unset arguments
     change nothing. Raises ValueError.
@@ -367,24 +367,24 @@ def edit(
     if dtype is not None:
         stated = [name for name in ("dtype", "torch_dtype") if name in model.config] or ["dtype"]
         extra |= dict.fromkeys(stated, dtype)
-    return Model({**edited.config, **extra}) if extra else edited
+    return ModelConfig({**edited.config, **extra}) if extra else edited
 
 
-def with_scalar_head(model: Model) -> Model:
+def with_scalar_head(model: ModelConfig) -> ModelConfig:
     """Return the model with a scalar head in place of its LM head; unchanged if it has one. Raises
     ValueError for a family of which transformers has no such class.
     """
     ends = isinstance(model.spec.head, ScalarHeadSpec)
-    return model if ends else Model(scorer_config(model.config, model.family))
+    return model if ends else ModelConfig(scorer_config(model.config, model.family))
 
 
-def with_lm_head(model: Model) -> Model:
+def with_lm_head(model: ModelConfig) -> ModelConfig:
     """Return the model with an LM head in place of a scalar head; unchanged if it has one."""
     ends = isinstance(model.spec.head, ScalarHeadSpec)
-    return Model(lm_config(model.config, model.family)) if ends else model
+    return ModelConfig(lm_config(model.config, model.family)) if ends else model
 
 
-def _rows_before(model: Model) -> int:
+def _rows_before(model: ModelConfig) -> int:
     """Return how much the field max_position_embeddings exceeds the longest sequence: 0 but for
     RoBERTa, whose table has rows that no position uses.
     """
@@ -392,7 +392,7 @@ def _rows_before(model: Model) -> int:
     return stated - model.spec.max_position_embeddings
 
 
-def training_fields(model: Model) -> frozenset[str]:
+def training_fields(model: ModelConfig) -> frozenset[str]:
     """Return the fields, by the family's own names, that only initialisation or training uses: the
     model computes the same whatever they are.
     """
@@ -400,7 +400,7 @@ def training_fields(model: Model) -> frozenset[str]:
     return frozenset(names[name] for name in TUNED if name in names)
 
 
-def compare_fields(one: Model, other: Model) -> list[tuple[str, Any, Any]]:
+def compare_fields(one: ModelConfig, other: ModelConfig) -> list[tuple[str, Any, Any]]:
     """Return (name, value, other value) of the fields in which two models differ: the family, and
     the structural fields that both families have, under the names of the first model.
     """

@@ -10,7 +10,7 @@ from typing import Any
 
 from dolmen.core.messages import brief, choices
 from dolmen.families.family import RESERVED, Field, Ids, mapping
-from dolmen.families.model import Model
+from dolmen.families.model import ModelConfig
 from dolmen.files import kinds
 
 # Key of a special token -> its names in tokenizers of the GLM models.
@@ -64,14 +64,14 @@ def special_tokens_field(ids: Mapping[str, int | None]) -> dict[str, Any]:
     return {SPECIAL_TOKENS.name: known or None}
 
 
-def uses_special_tokens(model: Model) -> bool:
+def uses_special_tokens(model: ModelConfig) -> bool:
     """Return whether the family has the field special_tokens: its positions depend on special
     tokens, or its prompts are framed by them.
     """
     return SPECIAL_TOKENS.name in {field.name for field in model.family.fields}
 
 
-def check_special_ids(specified: Mapping[str, Any], model: Model) -> dict[str, int]:
+def check_special_ids(specified: Mapping[str, Any], model: ModelConfig) -> dict[str, int]:
     """Validate ids that a user specified: any of NAMES, or only ENDS if the family uses none.
     Raises ValueError for another name, and for an id outside the vocabulary.
     """
@@ -105,7 +105,9 @@ def ids_in_vocabulary(vocabulary: Mapping[str, int]) -> dict[str, int]:
     return known
 
 
-def add_special_ids(model: Model, specified: Ids, vocabulary: Callable[[], Ids]) -> Model:
+def add_special_ids(
+    model: ModelConfig, specified: Ids, vocabulary: Callable[[], Ids]
+) -> ModelConfig:
     """Return the model with special token ids added: those `specified` first, then those it states,
     then those in its tokenizer's `vocabulary`. Unchanged if its family uses none, and if nothing is
     new.
@@ -118,10 +120,10 @@ def add_special_ids(model: Model, specified: Ids, vocabulary: Callable[[], Ids])
     if ids == known:
         return model
     reserved = model.config.get(RESERVED, {})
-    return Model({**model.config, RESERVED: {**reserved, SPECIAL_TOKENS.name: ids}})
+    return ModelConfig({**model.config, RESERVED: {**reserved, SPECIAL_TOKENS.name: ids}})
 
 
-def frame_prompt(model: Model, tokens: list[int]) -> list[int]:
+def frame_prompt(model: ModelConfig, tokens: list[int]) -> list[int]:
     """Return the prompt's token ids with the special tokens that the folder's code would add.
     Raises ValueError if their ids are unknown.
     """
@@ -143,7 +145,7 @@ def end_token_ids(ids: Ids) -> set[int]:
     return {ids[name] for name in ENDS if name in ids}
 
 
-def ids_of(model: Model) -> Ids:
+def ids_of(model: ModelConfig) -> Ids:
     """Return key -> id of the special tokens that a model's spec and its dolmen fields state."""
     blanks, ids = model.spec.blanks, {}
     if blanks is not None:

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 from dolmen.core.config import Words, from_words, is_optional, plain_type
 from dolmen.families.family import Family, Field, find_family
 from dolmen.families.model import (
-    Model,
+    ModelConfig,
     convert_family,
     explicit_fields,
     model_from_fields,
@@ -24,27 +24,27 @@ DEFAULT_FAMILY = "llama"
 class StartModel:
     """The model of a run before options are applied."""
 
-    model: Model
+    model: ModelConfig
     bare: bool = False
     """No model was specified, at most a family's name."""
     wanted: bool = True
     """A recipe, a file, --init or an option specifies a model."""
 
 
-def start_model(model: Model | None, model_type: str | None) -> StartModel:
+def start_model(model: ModelConfig | None, model_type: str | None) -> StartModel:
     """Return the model that options are applied to: `model`, converted to the family `model_type`
     if that is another one; or, without a model, the defaults of that family (default: llama).
     Raises ValueError for an unknown family.
     """
     if model is None:
-        bare = Model({"model_type": model_type or DEFAULT_FAMILY})
+        bare = ModelConfig({"model_type": model_type or DEFAULT_FAMILY})
         return StartModel(bare, bare=True, wanted=model_type is not None)
     return StartModel(
         model if model_type in (None, model.model_type) else _convert_family(model, model_type)
     )
 
 
-def apply_options(start: StartModel, options: Mapping[str, Any]) -> Model | None:
+def apply_options(start: StartModel, options: Mapping[str, Any]) -> ModelConfig | None:
     """Return the model with the options applied (`options`: field path -> value); options equal to
     what it has change nothing. None if nothing specifies a model. Raises ValueError for an
     impossible model.
@@ -97,7 +97,7 @@ def _value(full: Mapping[str, Any], path: str) -> Any:
     return (full[name] or {}).get(inner) if inner else full[name]
 
 
-def _convert_family(model: Model, model_type: str) -> Model:
+def _convert_family(model: ModelConfig, model_type: str) -> ModelConfig:
     """Return the model converted to another family: with the same spec, or, if the family cannot
     express it, with the fields that both have by name and the new family's defaults for the rest.
     """

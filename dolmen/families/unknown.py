@@ -9,7 +9,7 @@ from typing import Any
 
 from dolmen.core.messages import cut
 from dolmen.families.family import HARMLESS, ONLY, RESERVED, flag
-from dolmen.families.model import Model, assumed_fields
+from dolmen.families.model import ModelConfig, assumed_fields
 
 MOST = 8  # fields that are listed by name
 # Names of a training setting where a model's field is expected -> the option.
@@ -22,7 +22,7 @@ TRAINING = {
 }
 
 
-def unknown_fields(model: Model) -> list[str]:
+def unknown_fields(model: ModelConfig) -> list[str]:
     """Return the names of the config.json's fields that dolmen does not know (inside a mapping:
     `rope_parameters.x`). They are kept for export and do not affect the model; whoever reads a
     model should warn.
@@ -48,7 +48,7 @@ def unknown_fields(model: Model) -> list[str]:
     return sorted(n for n in config if n not in names and not n.startswith("_")) + inner
 
 
-def unknown_fields_warning(model: Model) -> str | None:
+def unknown_fields_warning(model: ModelConfig) -> str | None:
     """Return a warning that lists the config.json's fields unknown to the family, 8 at most by
     name; None if there are none.
     """
@@ -64,7 +64,7 @@ def unknown_fields_warning(model: Model) -> str | None:
     )
 
 
-def assumption_warning(model: Model) -> str | None:
+def assumption_warning(model: ModelConfig) -> str | None:
     """Return a warning that names the values assumed for fields that the config.json leaves open,
     and how to state them; None if there are none.
     """
@@ -80,11 +80,14 @@ def assumption_warning(model: Model) -> str | None:
     )
 
 
-def lost_on_export(model: Model) -> dict[str, Any]:
+def lost_on_export(model: ModelConfig) -> dict[str, Any]:
     """Return the dolmen fields without which the exported config.json would be read as another
     model.
     """
-    assumed, reserved = assumed_fields(Model(model.export_config())), model.config.get(RESERVED, {})
+    assumed, reserved = (
+        assumed_fields(ModelConfig(model.export_config())),
+        model.config.get(RESERVED, {}),
+    )
     return {
         name: reserved[name]
         for name in assumed
@@ -92,7 +95,7 @@ def lost_on_export(model: Model) -> dict[str, Any]:
     }
 
 
-def export_warning(model: Model) -> str | None:
+def export_warning(model: ModelConfig) -> str | None:
     """Return a warning that names the fields an export loses, without which it is read as another
     model; None if there are none.
     """
@@ -107,12 +110,12 @@ def export_warning(model: Model) -> str | None:
     )
 
 
-def model_warnings(model: Model) -> list[str]:
+def model_warnings(model: ModelConfig) -> list[str]:
     """Return the warnings about a model that was read: unknown fields and assumed values."""
     return [line for line in (unknown_fields_warning(model), assumption_warning(model)) if line]
 
 
-def _add_hint(model: Model, name: str) -> str:
+def _add_hint(model: ModelConfig, name: str) -> str:
     """Return the field's name, shortened, with "(did you mean ...?)" if a similar field or a
     training option can be guessed.
     """
@@ -127,7 +130,7 @@ def _add_hint(model: Model, name: str) -> str:
     return f"{cut(name)} (did you mean {meant}?)" if meant else cut(name)
 
 
-def warn(model: Model) -> None:
+def warn(model: ModelConfig) -> None:
     """Issue the warnings of `model_warnings`; Python shows each only once."""
     for line in model_warnings(model):
         warnings.warn(line, stacklevel=3)

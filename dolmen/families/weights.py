@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from dolmen.families.family import BARE, RESERVED, nest_own_fields
-from dolmen.families.model import Model, explicit_fields, replace_fields, with_scalar_head
+from dolmen.families.model import ModelConfig, explicit_fields, replace_fields, with_scalar_head
 from dolmen.families.rules import Rename, Shape, StoredTensor, ending, entries
 from dolmen.model.spec import ScalarHeadSpec
 
@@ -18,7 +18,7 @@ SCORE = (Rename("score", "score"),)  # in every family that has one
 class WeightMap:
     """Every tensor that a checkpoint of `model` stores, and which parameters it holds."""
 
-    model: Model
+    model: ModelConfig
     entries: dict[str, StoredTensor]
     """Stored name -> entry, in the order an export writes them."""
     embedding: str
@@ -118,7 +118,7 @@ class WeightMap:
         ]
 
 
-def weight_map(model: Model) -> WeightMap:
+def weight_map(model: ModelConfig) -> WeightMap:
     """Return the weight map of a model by its family's rules. Raises KeyError, naming three
     parameters, if no rule makes some of them.
     """
@@ -132,13 +132,13 @@ def weight_map(model: Model) -> WeightMap:
     return WeightMap(model, stored, embedding, head)
 
 
-def _shapes_by_field(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
+def _shapes_by_field(model: ModelConfig, stored: str) -> Iterator[tuple[str, Shape]]:
     """Yield (field, shape that the tensor `stored` has with another value of it) for every integer
     field: doubled, halved or 1, whichever first gives a model.
     """
     full = explicit_fields(model)
     # all fields explicit, so that changing one leaves the others as they are
-    plain = Model(nest_own_fields(model.family, {**full, "model_type": model.model_type}))
+    plain = ModelConfig(nest_own_fields(model.family, {**full, "model_type": model.model_type}))
     plain = with_scalar_head(plain) if isinstance(model.spec.head, ScalarHeadSpec) else plain
     for name, value in full.items():
         if isinstance(value, int) and not isinstance(value, bool):
@@ -150,7 +150,7 @@ def _shapes_by_field(model: Model, stored: str) -> Iterator[tuple[str, Shape]]:
                     break
 
 
-def _shape_with(model: Model, fields: dict[str, Any], stored: str) -> Shape | None:
+def _shape_with(model: ModelConfig, fields: dict[str, Any], stored: str) -> Shape | None:
     """Return the shape of the tensor `stored` if the fields were changed so; None if that model is
     impossible or has no such tensor.
     """

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dolmen.data.config import DataConfig
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.model.layout import Layout
 from dolmen.optim.config import OptimizerConfig
 from dolmen.recipes import pretraining
@@ -53,7 +53,7 @@ def quickstart() -> RunConfig:
     }
     return RunConfig(
         name="quickstart",
-        model=Model(model),
+        model=ModelConfig(model),
         # tp 2 has collectives over gloo four times a layer, dp 2 once a step
         layout=Layout(dp=2),
         data=DataConfig(path=("python-standard-library",), tokenizer="bpe:4096"),

@@ -17,7 +17,7 @@ from typing import Any
 from dolmen.core.config import Words, from_dict, from_words, option_types, unflatten
 from dolmen.core.filesystem import is_absent, is_url
 from dolmen.core.messages import brief, cut, did_you_mean, unknown_options
-from dolmen.families import Family, Model
+from dolmen.families import Family, ModelConfig
 from dolmen.families import start as models
 from dolmen.families.unknown import TRAINING
 from dolmen.files import gate, kinds, storage
@@ -69,7 +69,7 @@ def load_run_to_inspect(name: str) -> RunConfig:
     if name in RECIPES or not os.path.isdir(folder):
         return load_run(name, adapt=False)
     if (folder / "config.json").is_file():
-        model = Model.from_plain(gate.read_json(folder / "config.json", kinds.CONFIG))
+        model = ModelConfig.from_plain(gate.read_json(folder / "config.json", kinds.CONFIG))
         return RunConfig(name=folder.resolve().name, model=model)
     if (folder / "config.yaml").is_file():
         return read_run(folder / "config.yaml")

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from dolmen.data.config import DataConfig
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rl.config import CriticConfig, RolloutConfig
@@ -34,7 +34,7 @@ def large(name: str, model: dict[str, Any], lr: float, batch: int, length: int =
     """
     return RunConfig(
         name=name,
-        model=Model(model),
+        model=ModelConfig(model),
         # as Llama (2302.13971, section 2.3)
         optimizer=OptimizerConfig(lr=lr, warmup_steps=2000, min_lr=lr / 10),
         train=TrainConfig(
@@ -377,7 +377,7 @@ def ppo() -> RunConfig:
     }
     return RunConfig(
         name="ppo",
-        model=Model(model),
+        model=ModelConfig(model),
         data=DataConfig(rows="prompts", path=("python-standard-library",), tokenizer="bpe:512"),
         objective=ObjectiveConfig(name="ppo"),
         # short completions, as the model is a toy

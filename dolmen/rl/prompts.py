@@ -25,7 +25,7 @@ from dolmen.data.sources import DataSource
 from dolmen.data.template import ASSISTANT, Chat, Template, template_of
 from dolmen.data.tokenise import first_lines
 from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.families import Model, special_tokens
+from dolmen.families import ModelConfig, special_tokens
 from dolmen.files import gate
 from dolmen.files.kinds import PROMPT_ROWS
 from dolmen.rl.config import RolloutConfig
@@ -150,7 +150,7 @@ def prepare(
     data: DataConfig,
     inputs: Inputs,
     rollout: RolloutConfig,
-    model: Model,
+    model: ModelConfig,
     sequence_length: int,
     global_batch_size: int,
     seed: int,
@@ -226,7 +226,7 @@ def _prompts(
     source: DataSource,
     data: DataConfig,
     tokenizer: PreTrainedTokenizer,
-    model: Model,
+    model: ModelConfig,
     rewards: Sequence[str],
 ) -> Iterator[Prompt]:
     """Yield the prompt of each row of `source`, tokenized: a chat by its template with the

@@ -27,7 +27,7 @@ from dolmen.conversion.source import ModelSource, open_source
 from dolmen.core.mesh import SINGLE
 from dolmen.core.messages import brief
 from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.families import Model, special_tokens
+from dolmen.families import ModelConfig, special_tokens
 from dolmen.files import gate, kinds, tokenizer_files
 from dolmen.model.decoder import Decoder
 from dolmen.serving import engine
@@ -139,7 +139,7 @@ class Detokenizer:
         return self.tokenizer.decode(self.tokens[first:end], skip_special_tokens=True)
 
 
-def encode(tokenizer: PreTrainedTokenizer, prompt: str, model: Model) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizer, prompt: str, model: ModelConfig) -> list[int]:
     """Return the token ids of a prompt, with the special tokens of the tokenizer and the model.
 
     An empty prompt is the BOS token, or else the EOS token. Raises ValueError where there is

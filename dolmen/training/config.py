@@ -23,7 +23,7 @@ from dolmen.core.config import (
 from dolmen.core.messages import brief, choices
 from dolmen.data.config import DataConfig
 from dolmen.evaluation.config import DuringConfig
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.families.adapters import AdapterConfig
 from dolmen.model.layout import Layout
 from dolmen.model.spec import ModelSpec
@@ -236,7 +236,7 @@ class RunConfig:
     """Initial weights: a transformers directory, a hub id, a checkpoint of another run, or the URL
     of one of these folders (`s3://bucket/model`). They determine the model.
     """
-    model: Model | None = None
+    model: ModelConfig | None = None
     """The model, as its config.json."""
     adapter: AdapterConfig = AdapterConfig()
     layout: Layout = Layout()
@@ -275,7 +275,7 @@ class RunConfig:
             )
 
     @property
-    def known_model(self) -> Model:
+    def known_model(self) -> ModelConfig:
         """`model`, of a run that has been checked, so that there is one."""
         assert self.model is not None
         return self.model

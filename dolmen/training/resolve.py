@@ -25,7 +25,7 @@ from dolmen.data.config import DataConfig
 from dolmen.data.inputs import Inputs
 from dolmen.data.sources import DataSource
 from dolmen.data.tokenizer import PreTrainedTokenizer
-from dolmen.families import Model, with_lm_head, with_scalar_head
+from dolmen.families import ModelConfig, with_lm_head, with_scalar_head
 from dolmen.model.spec import ScalarHeadSpec
 from dolmen.rl import prompts
 from dolmen.rl.rewards import is_reward_model, parse_rewards
@@ -87,7 +87,7 @@ class ResolvedRun:
         return self.reference or self.init
 
 
-def open_model(name: str | Path, model: Model | None = None) -> ModelSource:
+def open_model(name: str | Path, model: ModelConfig | None = None) -> ModelSource:
     """Open a model of any format, local or on the hub; tensors are read later. With `model` its
     weights are read as those of that model. Raises as `open_source`.
     """
@@ -161,7 +161,7 @@ def resolve_model(config: RunConfig, processes: int | None) -> RunConfig:
     return replace(config, train=train)
 
 
-def reopen_as(stored: ModelSource, name: str | Path, model: Model) -> ModelSource:
+def reopen_as(stored: ModelSource, name: str | Path, model: ModelConfig) -> ModelSource:
     """Return the initial model with its weights read as those of the run's `model`: `stored` itself
     where it is the same model, else opened again from `name`. The stored head (LM or scalar) stays,
     so a reward model may start from a model with logits.

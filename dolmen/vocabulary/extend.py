@@ -39,7 +39,7 @@ from dolmen.data.config import TextConfig
 from dolmen.data.tokenizer import PreTrainedTokenizer, vocabulary_size
 from dolmen.evaluation import perplexity
 from dolmen.evaluation.model import load
-from dolmen.families import Model, edit, unknown
+from dolmen.families import ModelConfig, edit, unknown
 from dolmen.files import gate, kinds
 from dolmen.files.safetensors import Spec
 from dolmen.model.spec import ModelSpec
@@ -262,7 +262,7 @@ class ExtendedSource(WeightsAlone):
     """
 
     source: ModelSource
-    model: Model
+    model: ModelConfig
     tokenizer: Path
     rows: TokenRows
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from dolmen import cli
 from dolmen.conversion import hf_export
 from dolmen.conversion.convert import Unlike
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 
 LLAMA = dict(
     model_type="llama",
@@ -30,7 +30,7 @@ LLAMA = dict(
 def kept(tmp_path_factory):
     """A directory of transformers and the same as ranks, not to be written into."""
     where = tmp_path_factory.mktemp("models")
-    model = Model(LLAMA)
+    model = ModelConfig(LLAMA)
     torch.manual_seed(0)
     random = {name: torch.randn(shape) for name, shape in model.spec.shapes.items()}
     hf_export.save(where / "hf", model, random.__getitem__)

@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import dolmen as package
 from dolmen.core.messages import choices
 from dolmen.data.base_loader import Loader
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.families.unknown import unknown_fields_warning
 from dolmen.recipes import RECIPES
 from dolmen.serving import engine
@@ -208,9 +208,9 @@ def test_rows_and_fields_that_nobody_uses_are_told(material, tmp_path):
 
 def test_fields_that_nobody_knows_are_told():
     known = {"model_type": "llama", "vocab_size": 64}
-    assert unknown_fields_warning(Model(known)) is None
+    assert unknown_fields_warning(ModelConfig(known)) is None
     strange = {"flux_capacitor": 1, "num-hiden-layers": 2, "dropout": 0.1}
-    assert unknown_fields_warning(Model(known | strange)) == (
+    assert unknown_fields_warning(ModelConfig(known | strange)) == (
         "the model's config.json has dropout (did you mean --train.dropout?), flux_capacitor, "
         "num-hiden-layers (did you mean num_hidden_layers?), unknown to llama: kept "
         "for export, without effect on the model"
@@ -219,12 +219,12 @@ def test_fields_that_nobody_knows_are_told():
 
 def test_a_warning_of_unknown_fields_is_bounded_and_hints_inside():
     said = unknown_fields_warning(
-        Model({"model_type": "llama"} | {f"x{i:05}": 1 for i in range(5000)})
+        ModelConfig({"model_type": "llama"} | {f"x{i:05}": 1 for i in range(5000)})
     )
     assert "x00007, and 4,992 more, unknown" in said and len(said) < 300
-    assert len(unknown_fields_warning(Model({"model_type": "llama", "y" * 100_000: 1}))) < 300
+    assert len(unknown_fields_warning(ModelConfig({"model_type": "llama", "y" * 100_000: 1}))) < 300
     rope = {"rope_type": "default", "rope_thetta": 1.0}
-    said = unknown_fields_warning(Model({"model_type": "llama", "rope_parameters": rope}))
+    said = unknown_fields_warning(ModelConfig({"model_type": "llama", "rope_parameters": rope}))
     assert "rope_parameters.rope_thetta (did you mean rope_theta?)" in said
 
 

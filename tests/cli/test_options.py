@@ -25,7 +25,7 @@ from dolmen.cli.parse import options as options_by_name
 from dolmen.cli.runs import SHORT, model_groups, parse_run, run_options
 from dolmen.core.config import to_dict
 from dolmen.core.messages import BadInput
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.launch import launcher
 from dolmen.recipes import RECIPES
 from dolmen.training.spellings import EQUAL, HOW, POSITIONAL, meant_command, suggestion
@@ -266,7 +266,7 @@ def options(text: str) -> list[str]:
 
 def options_of(name: str, verb: str = "train") -> list[str]:
     """What suggestions are made of."""
-    model = Model({"model_type": name})
+    model = ModelConfig({"model_type": name})
     own, family = run_options(verb), model_groups(model)
     return names([*own.values(), *options_by_name(family).values()])
 

@@ -19,7 +19,7 @@ from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.megatron import export, shares
 from dolmen.conversion.source import open_source
 from dolmen.conversion.writing import LayerPool, group_by_layer
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.files.safetensors import Stored
 from dolmen.files.torch_files import TorchFileWriter
 
@@ -326,7 +326,7 @@ def test_other_logits_are_seen(folders, tmp_path):
     """Of equal weights: another function, as other options would make it."""
     where, _ = folders
     source = open_source(where / "tied")
-    other = open_source(where / "tied", Model(source.model.config | {"rms_norm_eps": 1e-5}))
+    other = open_source(where / "tied", ModelConfig(source.model.config | {"rms_norm_eps": 1e-5}))
     for room, said in ((convert.ROOM, "logits of"), (0, "hidden vectors behind layer 0 of")):
         with pytest.raises(
             convert.Unlike, match=f"{said} .* differ from those of .*, by up to \\d"

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dolmen.conversion import hf, hf_export
 from dolmen.conversion.source import load_weights, open_source
 from dolmen.conversion.weights import join_stored
-from dolmen.families import Model, weight_map
+from dolmen.families import ModelConfig, weight_map
 from dolmen.families import edit as edited
 from dolmen.files.safetensors import Stored
 
@@ -32,7 +32,7 @@ LLAMA = flat_model(
     max_position_embeddings=64,
 )
 TIED = edited(LLAMA, tie=True)
-GPT2 = Model(
+GPT2 = ModelConfig(
     {
         "model_type": "gpt2",
         "vocab_size": 61,
@@ -91,12 +91,12 @@ def test_shards_and_dtypes(tmp_path):
 
 def test_dtype_is_stated_only_where_it_says_something(tmp_path):
     # an old config.json
-    plain = Model({k: v for k, v in LLAMA.config.items() if k != "dtype"})
+    plain = ModelConfig({k: v for k, v in LLAMA.config.items() if k != "dtype"})
     written = saved(plain, tmp_path / "a") / "config.json"
     assert json.loads(written.read_text()) == plain.config
     half = hf.read_config(saved(plain, tmp_path / "b", dtype=torch.float16))
     assert half.config == plain.config | {"dtype": "float16"}
-    old = Model(plain.config | {"torch_dtype": "float16"})
+    old = ModelConfig(plain.config | {"torch_dtype": "float16"})
     full = hf.read_config(saved(old, tmp_path / "c", dtype=torch.float32))
     assert full.config == plain.config | {"torch_dtype": "float32"}
 

@@ -31,7 +31,7 @@ from dolmen.core import consensus
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.data.config import DataConfig
-from dolmen.families import Model, edit
+from dolmen.families import ModelConfig, edit
 from dolmen.model import build
 from dolmen.model.layout import Layout
 from dolmen.model.training import RouterTraining, Training
@@ -44,14 +44,14 @@ from dolmen.training.resolve import resolve
 SIZES = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
 LLAMA = dict(SIZES, intermediate_size=40, num_key_value_heads=2, max_position_embeddings=64)
 MODELS = {
-    "llama, tied": Model(dict(LLAMA, model_type="llama", tie_word_embeddings=True)),
-    "gpt2": Model(  # transposed, q, k and v in one, tied
+    "llama, tied": ModelConfig(dict(LLAMA, model_type="llama", tie_word_embeddings=True)),
+    "gpt2": ModelConfig(  # transposed, q, k and v in one, tied
         dict(model_type="gpt2", vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     ),
-    "falcon": Model(  # q, k and v in one, by groups
+    "falcon": ModelConfig(  # q, k and v in one, by groups
         dict(SIZES, model_type="falcon", new_decoder_architecture=True, num_kv_heads=2)
     ),
-    "qwen3_moe": Model(  # a tensor on disk per expert
+    "qwen3_moe": ModelConfig(  # a tensor on disk per expert
         dict(
             LLAMA,
             model_type="qwen3_moe",
@@ -66,7 +66,9 @@ PLAIN = TrainConfig()
 BALANCED = TrainConfig(router=RouterTraining("bias"))
 
 
-def save(folder: Path, model: Model, step: int = 2, train: TrainConfig = PLAIN, **of_run) -> Path:
+def save(
+    folder: Path, model: ModelConfig, step: int = 2, train: TrainConfig = PLAIN, **of_run
+) -> Path:
     """A run's folder with a checkpoint of what one process begins with."""
     save_at(Layout(dp=1), SINGLE, folder, model, step, train, **of_run)
     return folder
@@ -76,7 +78,7 @@ def save_at(
     layout: Layout,
     mesh: Mesh,
     folder: Path,
-    model: Model,
+    model: ModelConfig,
     step: int = 2,
     train: TrainConfig = PLAIN,
     **of_run,
@@ -88,7 +90,7 @@ def save_at(
     Checkpoints(folder / "checkpoints", mesh, 0).save(step, tensors, kept.meta(), wait=True)
 
 
-def built(layout: Layout, mesh: Mesh, model: Model, training: Training, seed: int):
+def built(layout: Layout, mesh: Mesh, model: ModelConfig, training: Training, seed: int):
     schedule = layout.make_schedule(4, 1)
     made = build.build(model.spec, mesh, layout, schedule, training=training)
     build.initialize(made, seed)
@@ -366,7 +368,7 @@ def test_a_run_is_exported_for_a_while(kept):
 
 def test_a_run_that_began_elsewhere_keeps_its_config_json(tmp_path):
     """Word for word; one that began with nothing is completed."""
-    bare = Model({**MODELS["gpt2"].config, "surprise": 1})
+    bare = ModelConfig({**MODELS["gpt2"].config, "surprise": 1})
     made = open_source(save(tmp_path / "made", bare)).model
     begun = open_source(save(tmp_path / "begun", bare, init="elsewhere")).model
     assert begun.config == bare.config and "architectures" not in bare.config

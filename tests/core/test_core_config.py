@@ -22,12 +22,12 @@ from dolmen.core.config import (
     refuse_unreadable,
     to_dict,
 )
-from dolmen.families import Model, families
+from dolmen.families import ModelConfig, families
 from dolmen.recipes import RECIPES
 from dolmen.training.config import RunConfig
 from dolmen.training.request import read_run, write_config
 
-RUN = RunConfig(model=Model({"model_type": "llama"}))
+RUN = RunConfig(model=ModelConfig({"model_type": "llama"}))
 
 
 @config()

@@ -8,7 +8,7 @@ import pytest
 import transformers
 from cases import published, read_by_dolmen_alone
 
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 
 # As published by transformers 4: theta beside the scaling, torch_dtype, absent fields, fields
 # without effect.
@@ -458,7 +458,7 @@ def by_transformers(content):
     """The same config.json read by transformers and written out with nothing absent; itself, where
     transformers has no class.
     """
-    if not Model(content).family.in_transformers or content in read_by_dolmen_alone():
+    if not ModelConfig(content).family.in_transformers or content in read_by_dolmen_alone():
         return deepcopy(content)
     # it writes into what it is given
     return transformers.AutoConfig.for_model(**deepcopy(content)).to_dict()

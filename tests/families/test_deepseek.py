@@ -16,7 +16,7 @@ from tiny import build, save
 from dolmen.conversion import hf, hf_export
 from dolmen.conversion.source import open_source
 from dolmen.core.mesh import SINGLE
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.model import count
 from dolmen.model.build import build as built
 from dolmen.model.build import load
@@ -89,7 +89,7 @@ def test_the_bias_of_a_router_stays_in_fp32(tmp_path):
 
 @pytest.mark.parametrize("content", (DEEPSEEK_V2_LITE, DEEPSEEK_V2, DEEPSEEK_V3))
 def test_parameters_of_published_models(content):
-    spec = Model(content).spec
+    spec = ModelConfig(content).spec
     config = transformers.AutoConfig.for_model(**{n: v for n, v in content.items()})
     with torch.device("meta"):
         theirs = transformers.AutoModelForCausalLM.from_config(config)
@@ -104,7 +104,7 @@ def test_parameters_of_published_models(content):
 
 def test_operations_of_a_token():
     """By hand, of one dense and one sparse layer, at 9 tokens: 5 keys on average."""
-    spec = Model(
+    spec = ModelConfig(
         dict(
             model_type="deepseek_v2",
             vocab_size=11,
@@ -132,7 +132,7 @@ def test_operations_of_a_token():
 
 
 def test_layouts_that_cannot_be():
-    spec = Model(DEEPSEEK_V2_LITE).spec
+    spec = ModelConfig(DEEPSEEK_V2_LITE).spec
     with pytest.raises(
         ValueError, match=r"num_attention_heads \(16\) is not divisible by tp \(3\)"
     ):
@@ -145,7 +145,7 @@ def test_layouts_that_cannot_be():
 
 def test_a_bias_of_its_own_is_no_balance():
     """It is there and not moved, unless asked for: training/balance.py."""
-    model = built(Model({"model_type": "deepseek_v3"} | SMALL).spec, SINGLE)
+    model = built(ModelConfig({"model_type": "deepseek_v3"} | SMALL).spec, SINGLE)
     load(model, lambda write: [write(n, torch.zeros(p.shape)) for n, p in model.named_parameters()])
     assert model.router.balance == "loss"
     bias = model.layers["1"].mlp.balance_bias

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dolmen.families import Model, families, replace_fields
+from dolmen.families import ModelConfig, families, replace_fields
 from dolmen.families.common import write as write_fields
 
 # which have no option of their own: spellings of rope in older files, and quirks of a file
@@ -25,8 +25,8 @@ def test_a_family_declares_its_fields(name):
     family = families()[name]
     names = [field.name for field in family.fields]
     assert len(set(names)) == len(names) and not {*names} & {*family.only, *family.harmless.split()}
-    Model({"model_type": name, **{f.name: f.default for f in family.fields}})
-    assert set(write_fields(family, Model({"model_type": name}).spec)) <= set(names)
+    ModelConfig({"model_type": name, **{f.name: f.default for f in family.fields}})
+    assert set(write_fields(family, ModelConfig({"model_type": name}).spec)) <= set(names)
     for field in family.fields:
         assert field.help or field.nested or field.name in OLDER
     every = [n for f in family.fields for n in (f.name, *f.aliases, *f.common)]
@@ -36,7 +36,7 @@ def test_a_family_declares_its_fields(name):
 
 
 def test_limits_are_told_with_the_field():
-    model = Model({"model_type": "llama"})
+    model = ModelConfig({"model_type": "llama"})
     for size, words in ((0, "at least 1"), (2**40, "at most 4,194,304")):
         with pytest.raises(ValueError, match=f"hidden_size is {size}: it must be {words}"):
             replace_fields(model, {"hidden_size": size})

@@ -18,7 +18,7 @@ from cases import (
     stablelm,
 )
 
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.model import count
 from dolmen.model.spec import NormSpec, ParallelResidual, RopeSpec, SequentialResidual
 
@@ -45,11 +45,11 @@ PARAMETERS = [
 
 @pytest.mark.parametrize("content, parameters", PARAMETERS)
 def test_parameters(content, parameters):
-    assert count.parameters(Model(content).spec) == parameters
+    assert count.parameters(ModelConfig(content).spec) == parameters
 
 
 def first(content):
-    return Model(content).spec.blocks[0]
+    return ModelConfig(content).spec.blocks[0]
 
 
 def test_values():
@@ -64,10 +64,10 @@ def test_values():
     assert first(olmo.PUBLISHED[1]).mixer.clip == 8
     assert first(cohere.PUBLISHED[0]).mixer.positions == RopeSpec(128, 8e6, interleaved=True)
     assert first(cohere.PUBLISHED[1]).mixer.qk_norm_of == "each head"
-    layers = Model(cohere2.PUBLISHED[0]).spec.blocks
+    layers = ModelConfig(cohere2.PUBLISHED[0]).spec.blocks
     assert [block.mixer.window for block in layers[:4]] == [4096] * 3 + [None]
     assert layers[3].mixer.positions is None
-    spec = Model(granite.PUBLISHED[0]).spec
+    spec = ModelConfig(granite.PUBLISHED[0]).spec
     assert (spec.embedding.scale, spec.head.scale) == (12, 1 / 16)
     assert (first(granite.PUBLISHED[0]).mixer.scale, spec.blocks[0].arrangement) == (
         0.0078125,

@@ -10,7 +10,7 @@ from cases.qwen import SIZES
 from tiny import build, save
 
 from dolmen.conversion.source import open_source
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.model import head
 from dolmen.model.spec import DynamicScaling, LongRopeScaling, QwenScaling
 from dolmen.serving import engine
@@ -64,16 +64,16 @@ def test_qwen_goes_on_with_the_base_of_its_prompt(tmp_path):
 def test_values_of_phi_3_of_128k_and_of_what_is_dynamic():
     factors = dict(short_factor=[1.0] * 48, long_factor=[2.5] * 48, type="su")
     content = {"model_type": "phi3", "max_position_embeddings": 131072, "rope_scaling": factors}
-    mixer = Model(content).spec.blocks[0].mixer
+    mixer = ModelConfig(content).spec.blocks[0].mixer
     grown = math.sqrt(1 + math.log(131072 / 4096) / math.log(4096))
     assert mixer.positions.scaling == LongRopeScaling(grown, (1.0,) * 48, (2.5,) * 48, 4096)
     with pytest.raises(ValueError, match="short_factor has 3 numbers, but rope rotates 48 pairs"):
-        Model(content | {"rope_scaling": factors | {"short_factor": [1.0] * 3}})
+        ModelConfig(content | {"rope_scaling": factors | {"short_factor": [1.0] * 3}})
     with pytest.raises(ValueError, match="is not supported by phi3: use default or longrope"):
-        Model({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}})
+        ModelConfig({"model_type": "phi3", "rope_scaling": {"type": "linear", "factor": 2.0}})
     dynamic = {"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}
-    assert Model(dynamic).spec.blocks[0].mixer.positions.scaling == DynamicScaling(2.0, 2048)
-    qwen = Model({"model_type": "qwen"}).spec.blocks[0].mixer.positions.scaling
+    assert ModelConfig(dynamic).spec.blocks[0].mixer.positions.scaling == DynamicScaling(2.0, 2048)
+    qwen = ModelConfig({"model_type": "qwen"}).spec.blocks[0].mixer.positions.scaling
     assert qwen == QwenScaling(2048, True, True)
 
 

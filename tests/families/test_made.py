@@ -7,7 +7,7 @@ from tiny_models import Flat, flat_model
 from transformers.core_model_loading import revert_weight_conversion
 
 from dolmen.core.config import from_dict
-from dolmen.families import Model, weight_map
+from dolmen.families import ModelConfig, weight_map
 
 SMALL = dict(
     vocab_size=61,
@@ -74,10 +74,10 @@ MADE = [
 
 @pytest.mark.parametrize("fields", MADE, ids=lambda fields: fields["family"])
 def test_made_here_is_built_by_transformers(fields):
-    model = Model({**flat_model(**fields).config, "eos_token_id": 3})
+    model = ModelConfig({**flat_model(**fields).config, "eos_token_id": 3})
     assert model.spec == from_dict(Flat, fields).spec
     theirs = transformers.AutoConfig.for_model(**model.export_config())
-    assert Model(theirs.to_dict()).spec == model.spec
+    assert ModelConfig(theirs.to_dict()).spec == model.spec
     assert theirs.eos_token_id == 3
     assert theirs.architectures == [model.family.architecture]
     with torch.device("meta"):

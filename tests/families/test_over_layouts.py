@@ -18,7 +18,7 @@ from tiny_models import Tiny
 from dolmen.core import state
 from dolmen.core.mesh import Mesh
 from dolmen.data.batch import Batch
-from dolmen.families import Model, edit
+from dolmen.families import ModelConfig, edit
 from dolmen.model.spec import ModelSpec
 
 TOLERANCE = 1e-12  # of tensors, norms and losses; measured: 1.5e-14
@@ -26,7 +26,7 @@ LAYOUTS = [Layout.of(words) for words in ("tp2 sp", "pp2 acc4", "cp2")]
 
 
 def model_of(case: str) -> Tiny:
-    spec = edit(Model(config_of(case)), vocab_size=VOCABULARY).spec
+    spec = edit(ModelConfig(config_of(case)), vocab_size=VOCABULARY).spec
     if spec.blanks is None:
         return Tiny(spec)
     masks = tuple(replace(mask, token=i) for i, mask in enumerate(spec.blanks.masks, 1))

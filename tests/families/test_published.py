@@ -35,7 +35,7 @@ from published import (
     each,
 )
 
-from dolmen.families import Model, explicit_fields, families, model_from_spec
+from dolmen.families import ModelConfig, explicit_fields, families, model_from_spec
 from dolmen.model import count
 from dolmen.model.spec import (
     AlibiSpec,
@@ -57,25 +57,25 @@ from dolmen.model.spec import (
 
 @each([*PUBLISHED, *({"model_type": name} for name in families())])
 def test_read_as_transformers_reads_it(content):
-    model = Model(deepcopy(content))
-    assert model.spec == Model(by_transformers(content)).spec
+    model = ModelConfig(deepcopy(content))
+    assert model.spec == ModelConfig(by_transformers(content)).spec
     assert model.config == content
     assert model.export_config() == {n: v for n, v in content.items() if n != "auto_map"}
 
 
 @each()
 def test_a_new_config_says_the_same_tree(content):
-    spec = Model(content).spec
-    made = model_from_spec(spec, Model(content).model_type)
-    assert made.spec == spec and Model(by_transformers(made.config)).spec == spec
+    spec = ModelConfig(content).spec
+    made = model_from_spec(spec, ModelConfig(content).model_type)
+    assert made.spec == spec and ModelConfig(by_transformers(made.config)).spec == spec
     assert (
-        made.family.read(explicit_fields(Model(content))) == spec
+        made.family.read(explicit_fields(ModelConfig(content))) == spec
     )  # and nothing is left to follow
 
 
 def first(content):
     """The first layer that it says."""
-    return Model(content).spec.blocks[0]
+    return ModelConfig(content).spec.blocks[0]
 
 
 def test_values_of_llama():
@@ -94,9 +94,9 @@ def test_values_of_mistral_and_mixtral():
 
 
 def test_values_of_qwen():
-    last = Model(QWEN_25).spec.blocks[23].mixer
+    last = ModelConfig(QWEN_25).spec.blocks[23].mixer
     assert last.window is None and last.q_bias and last.k_bias and last.v_bias and not last.o_bias
-    windowed = Model(QWEN_WINDOW).spec
+    windowed = ModelConfig(QWEN_WINDOW).spec
     assert [windowed.blocks[i].mixer.window for i in (20, 21)] == [None, 512]
     assert [run.repeat for run in windowed.runs] == [21, 3]
     stretched = first(QWEN_YARN).mixer.positions.scaling
@@ -105,7 +105,7 @@ def test_values_of_qwen():
     assert third.head_size == 128 and third.qk_norm == NormSpec("rmsnorm", 1e-6)
     sparse = first(QWEN_3_MOE).mlp
     assert sparse.size == 768 and sparse.per_token == 8
-    layers = Model(QWEN_3_SPARSE_STEP).spec.blocks
+    layers = ModelConfig(QWEN_3_SPARSE_STEP).spec.blocks
     assert [i for i in range(8) if layers[i].mlp.experts] == [1, 5, 7]
 
 
@@ -113,14 +113,14 @@ def test_values_of_falcon():
     falcon = first(FALCON_7B)
     assert (falcon.mixer.heads, falcon.mixer.kv_heads, falcon.mixer.head_size) == (71, 1, 64)
     assert falcon.arrangement == ParallelResidual(1) and falcon.mlp.size == 4 * 4544
-    assert count.parameters(Model(FALCON_7B).spec) == 6_921_720_704
+    assert count.parameters(ModelConfig(FALCON_7B).spec) == 6_921_720_704
     falcon = first(FALCON_40B)
     assert falcon.mixer.kv_heads == 8 and falcon.arrangement == ParallelResidual(2)
     falcon = first(FALCON_11B)
     assert falcon.arrangement == ParallelResidual(1) and falcon.mixer.positions.theta == 500042
     falcon = first(FALCON_CLASSIC)
     assert (
-        Model(FALCON_CLASSIC).spec.hidden_size == 2048
+        ModelConfig(FALCON_CLASSIC).spec.hidden_size == 2048
         and falcon.arrangement == SequentialResidual()
     )
     assert (
@@ -131,7 +131,7 @@ def test_values_of_falcon():
 
 
 def test_values_of_gemma():
-    gemma = Model(GEMMA_2B).spec
+    gemma = ModelConfig(GEMMA_2B).spec
     assert gemma.blocks[0].mlp.activation == "gelu_tanh" and gemma.embedding.scale == 2048**0.5
     assert gemma.final_norm == gemma.blocks[0].norm == NormSpec("rmsnorm", 1e-6, zero_centred=True)
     assert (
@@ -141,14 +141,14 @@ def test_values_of_gemma():
 
 
 def test_values_of_gemma_2():
-    gemma = Model(GEMMA2_27B).spec
+    gemma = ModelConfig(GEMMA2_27B).spec
     one, two = (block.mixer for block in gemma.blocks[:2])
     assert (one.window, two.window) == (4096, None)
     assert first(GEMMA2_27B).arrangement == SequentialResidual("sandwich")
     assert one.soft_cap == 50 and one.scale == 1 / 12 and gemma.head == LMHeadSpec(True, 30.0)
     assert [run.repeat for run in gemma.runs] == [23]
     assert count.parameters(gemma) == 27_227_128_320
-    gemma = Model(GEMMA2_9B).spec
+    gemma = ModelConfig(GEMMA2_9B).spec
     assert gemma.blocks[0].mixer.scale is None  # of heads of 256
     assert count.parameters(gemma) == 9_241_705_984
     # 6 per element; 12 per layer, head, its size and mean key of 8192 causal ones, or of a window
@@ -159,16 +159,18 @@ def test_values_of_gemma_2():
 
 
 def test_values_of_bloom():
-    bloom = Model(BLOOM).spec
+    bloom = ModelConfig(BLOOM).spec
     assert bloom.hidden_size == 14336 and bloom.embedding.norm == bloom.final_norm
     assert bloom.blocks[0].mixer.positions == AlibiSpec() and bloom.blocks[0].mixer.heads == 112
     assert (bloom.layers, bloom.max_position_embeddings, bloom.head.tied) == (70, 2048, True)
     assert count.parameters(bloom) == 176_247_271_424
-    assert Model(BLOOM_ALIASES).spec.layers == 24
+    assert ModelConfig(BLOOM_ALIASES).spec.layers == 24
 
 
 def test_values_of_deepseek():
-    lite, v2, v3 = (Model(content).spec for content in (DEEPSEEK_V2_LITE, DEEPSEEK_V2, DEEPSEEK_V3))
+    lite, v2, v3 = (
+        ModelConfig(content).spec for content in (DEEPSEEK_V2_LITE, DEEPSEEK_V2, DEEPSEEK_V3)
+    )
     yarn = YarnScaling(40.0, 4096, attention_factor=1.0)  # of equal mscales
     latent = NormSpec("rmsnorm", 1e-6)
     turned = RopeSpec(64, 10000.0, yarn, interleaved=True)
@@ -197,6 +199,6 @@ def test_values_of_deepseek():
 
 
 def test_values_of_gpt2():
-    gpt2 = Model(GPT2).spec
+    gpt2 = ModelConfig(GPT2).spec
     assert gpt2.blocks[0].mlp.size == 3072 and gpt2.head.tied
     assert gpt2.embedding.positions.length == 1024 and gpt2.final_norm.bias

@@ -3,7 +3,7 @@
 import pytest
 from published import FALCON_7B, FALCON_40B, FALCON_CLASSIC, LLAMA_31
 
-from dolmen.families import Model, find_family
+from dolmen.families import ModelConfig, find_family
 from dolmen.model.spec import check_sharding
 
 
@@ -163,7 +163,7 @@ from dolmen.model.spec import check_sharding
 )
 def test_refused_with_the_field(model_type, field, value):
     with pytest.raises(ValueError, match=field):
-        Model({"model_type": model_type, field: value})
+        ModelConfig({"model_type": model_type, field: value})
 
 
 @pytest.mark.parametrize(
@@ -173,46 +173,48 @@ def test_refused_with_the_field(model_type, field, value):
 def test_a_yarn_that_cannot_be(field, value):
     yarn = {"rope_type": "yarn", "factor": 2.0, field: value}
     with pytest.raises(ValueError, match=field):
-        Model({"model_type": "qwen2", "rope_parameters": yarn})
+        ModelConfig({"model_type": "qwen2", "rope_parameters": yarn})
 
 
 def test_two_forms_of_the_kinds_of_layers_that_disagree():
     content = {"attention_types": [[["global"], 24]], "attention_layers": ["local"] * 24}
     with pytest.raises(ValueError, match="attention_layers contradicts attention_types"):
-        Model({"model_type": "gpt_neo", **content})
+        ModelConfig({"model_type": "gpt_neo", **content})
 
 
 def test_a_part_of_heads_that_is_no_pairs():
     with pytest.raises(
         ValueError, match=r"partial_rotary_factor is 0.06, which is 5 of 96 elements"
     ):
-        Model({"model_type": "gpt_neox", "rotary_pct": 0.06})
+        ModelConfig({"model_type": "gpt_neox", "rotary_pct": 0.06})
 
 
 def test_a_temperature_is_of_yarn():
     linear = {"rope_type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}
     with pytest.raises(ValueError, match="mscale_all_dim is 1.0"):
-        Model({"model_type": "deepseek_v3", "rope_parameters": linear})
+        ModelConfig({"model_type": "deepseek_v3", "rope_parameters": linear})
     unscaled = {"rope_type": "default", "mscale_all_dim": 1.0}
-    mixer = Model({"model_type": "deepseek_v3", "rope_parameters": unscaled}).spec.blocks[0].mixer
+    mixer = (
+        ModelConfig({"model_type": "deepseek_v3", "rope_parameters": unscaled}).spec.blocks[0].mixer
+    )
     assert mixer.scale == pytest.approx(192**-0.5, rel=1e-15)
 
 
 def test_falcon_refuses_what_no_class_computes():
     """The class in transformers has no norms for it either."""
     with pytest.raises(ValueError, match="parallel_attn is False, but new_decoder_architecture"):
-        Model(FALCON_40B | {"parallel_attn": False})
+        ModelConfig(FALCON_40B | {"parallel_attn": False})
     with pytest.raises(ValueError, match=r"num_kv_heads is 8, .* there are 32"):
-        Model(FALCON_CLASSIC | {"num_kv_heads": 8})
+        ModelConfig(FALCON_CLASSIC | {"num_kv_heads": 8})
     with pytest.raises(
         ValueError, match=r"num_attention_heads \(71\) is not divisible by tp \(2\)"
     ):
-        check_sharding(Model(FALCON_7B).spec.params, {"tp": 2, "ep": 1})
+        check_sharding(ModelConfig(FALCON_7B).spec.params, {"tp": 2, "ep": 1})
 
 
 def test_a_quantisation_is_refused_in_one_line():
     with pytest.raises(ValueError, match=r"^quantization_config is 'a\\nb': only unquan"):
-        Model(LLAMA_31 | {"quantization_config": "a\nb"})
+        ModelConfig(LLAMA_31 | {"quantization_config": "a\nb"})
 
 
 @pytest.mark.parametrize(
@@ -228,16 +230,16 @@ def test_heads_that_do_not_divide_the_width(model_type):
         rf"--model.{heads.replace('_', '-')} to a divisor, such as 32"
     )
     with pytest.raises(ValueError, match=said):
-        Model({"model_type": model_type, hidden: 64, heads: 33})
+        ModelConfig({"model_type": model_type, hidden: 64, heads: 33})
 
 
 def test_what_may_be_done_instead():
     fields = {"hidden_size": 4097, "head_dim": 128}
     with pytest.raises(ValueError, match=r"such as 17, or --model.model-type to mistral, .*"):
-        Model({"model_type": "llama"} | fields)
-    assert Model({"model_type": "mistral"} | fields).spec.hidden_size == 4097
+        ModelConfig({"model_type": "llama"} | fields)
+    assert ModelConfig({"model_type": "mistral"} | fields).spec.hidden_size == 4097
     with pytest.raises(ValueError, match=r"such as 17, or --model.head-dim$"):
-        Model({"model_type": "mistral", "hidden_size": 4097})
+        ModelConfig({"model_type": "mistral", "hidden_size": 4097})
 
 
 @pytest.mark.parametrize(
@@ -255,12 +257,12 @@ def test_what_may_be_done_instead():
 )
 def test_two_names_of_one_field_that_disagree(model_type, fields, said):
     with pytest.raises(ValueError, match=said):
-        Model({"model_type": model_type} | fields)
+        ModelConfig({"model_type": model_type} | fields)
     (value, *_) = fields.values()
     same = (
         dict.fromkeys(fields, value) if len(fields) > 1 else {"rope_scaling": {"type": "default"}}
     )
-    assert Model({"model_type": model_type} | same).spec
+    assert ModelConfig({"model_type": model_type} | same).spec
 
 
 @pytest.mark.parametrize(
@@ -278,7 +280,7 @@ def test_two_names_of_one_field_that_disagree(model_type, fields, said):
 )
 def test_what_transformers_does_not_take_for_one_field_is_two(content):
     """Or it says which of two it reads: `dtype`, and a theta inside."""
-    assert Model(content).spec
+    assert ModelConfig(content).spec
 
 
 def test_a_window_is_used_where_it_is_said_so():
@@ -286,7 +288,7 @@ def test_a_window_is_used_where_it_is_said_so():
         content = {"model_type": model_type, "sliding_window": 7, "num_hidden_layers": 1}
         content |= {"max_window_layers": 0}
         for used, window in ((False, None), (True, 7)):
-            spec = Model(content | {"use_sliding_window": used}).spec
+            spec = ModelConfig(content | {"use_sliding_window": used}).spec
             assert spec.blocks[0].mixer.window == window
 
 
@@ -307,7 +309,7 @@ def test_a_window_is_used_where_it_is_said_so():
 def test_a_layer_that_slides_has_a_window(fields, said):
     content = {"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]}
     with pytest.raises(ValueError, match=said):
-        Model(content | fields)
+        ModelConfig(content | fields)
 
 
 @pytest.mark.parametrize(
@@ -333,18 +335,18 @@ def test_a_layer_that_slides_has_a_window(fields, said):
 )
 def test_groups_of_experts_that_cannot_be(fields, said):
     with pytest.raises(ValueError, match=said):
-        Model({"model_type": "deepseek_v3"} | fields)
+        ModelConfig({"model_type": "deepseek_v3"} | fields)
 
 
 def test_groups_that_are_not_stated():
     content = {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"}
     with pytest.raises(ValueError, match="but n_group is None: set --model.n-group$"):
-        Model(content)
+        ModelConfig(content)
     with pytest.raises(ValueError, match="but topk_group is None: set --model.topk-group$"):
-        Model(content | {"n_group": 8})
+        ModelConfig(content | {"n_group": 8})
 
 
 def test_a_large_integer_is_refused_with_its_bound():
     config = {"model_type": "llama", "rms_norm_eps": 2**63}
     with pytest.raises(ValueError, match=r"rms_norm_eps is 922\d+: it must be less than 2\^63, or"):
-        Model(config)
+        ModelConfig(config)

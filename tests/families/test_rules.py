@@ -6,7 +6,7 @@ from tiny_models import Flat, flat_model
 
 from dolmen.conversion import hf_export
 from dolmen.conversion.weights import assemble, join_stored, split_stored
-from dolmen.families import Model, weight_map
+from dolmen.families import ModelConfig, weight_map
 from dolmen.families.rules import Rename, Split, Transpose, entries
 
 QKV = ("layers.{}.attn.q", "layers.{}.attn.k", "layers.{}.attn.v")
@@ -88,7 +88,7 @@ def test_a_fused_tensor_of_unequal_parts_raises():
 def test_disagreeing_fields(model, stored, shape, fields):
     """The fields that make the expected shape, and no others."""
     layers = "n_layer" if model == "gpt2" else "num_hidden_layers"
-    weights = weight_map(Model({"model_type": model, layers: 1}))
+    weights = weight_map(ModelConfig({"model_type": model, layers: 1}))
     prefix = "transformer." if model == "gpt2" else "model."
     assert weights.disagreeing_fields(prefix + stored, shape) == fields
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny import config_of
 
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.model import count
 from dolmen.model.spec import ModelSpec
 from dolmen.recipes import RECIPES
@@ -20,7 +20,7 @@ def spec(name: str) -> ModelSpec:
     """Of a recipe, or of a config.json that transformers writes."""
     if name in RECIPES:
         return RECIPES[name]().model.spec
-    return Model(config_of(name.removeprefix("tiny "))).spec
+    return ModelConfig(config_of(name.removeprefix("tiny "))).spec
 
 
 def frozen(name: str) -> dict[str, tuple[int, ...]]:

@@ -17,7 +17,7 @@ from tiny import build, save
 import dolmen
 from dolmen.conversion.source import open_source
 from dolmen.data.batch import Batch
-from dolmen.families import Model, families, replace_fields, special_tokens
+from dolmen.families import ModelConfig, families, replace_fields, special_tokens
 from dolmen.model import head
 from dolmen.model.spec import PositionSpan
 from dolmen.ops.attention import Documents
@@ -31,7 +31,7 @@ TOLD = {name: 150000 + i for i, name in enumerate(("mask", "gmask", "smask", "so
 
 def blanks(content, **ids):
     told = {"dolmen": {"special_tokens": ids}} if ids else {}
-    return Model({**content, **told}).spec.blanks
+    return ModelConfig({**content, **told}).spec.blanks
 
 
 def placed(known, tokens):
@@ -75,7 +75,7 @@ def test_any_mask_is_the_blank_of_glm_10b():
 
 def test_each_document_of_a_batch_has_its_own():
     known, g, s = blanks(CHATGLM_V11), 130001, 130004
-    spec = replace(Model(CHATGLM_V11).spec, blanks=known)
+    spec = replace(ModelConfig(CHATGLM_V11).spec, blanks=known)
     tokens = torch.tensor([[5, g, s, 6, 7, 8, g, s, 9]])
     labels = torch.arange(9)[None] + 100
     starts = torch.tensor([[0, 0, 0, 0, 4, 4, 4, 4, 4]])
@@ -102,7 +102,7 @@ def test_each_document_of_a_batch_has_its_own():
     ],
 )
 def test_families_of_one_model_type_are_told_apart(content, name):
-    assert Model(content).model_type == name
+    assert ModelConfig(content).model_type == name
 
 
 @pytest.mark.parametrize(
@@ -121,20 +121,20 @@ def test_families_of_one_model_type_are_told_apart(content, name):
 )
 def test_a_text_is_framed_as_code_of_its_folder_does(content, tokens, framed):
     small = {name: 50000 + i for i, name in enumerate(TOLD)}
-    model = special_tokens.add_special_ids(Model(content), small, dict)
+    model = special_tokens.add_special_ids(ModelConfig(content), small, dict)
     told = [[small.get(token, token) for token in words] for words in (tokens, framed)]
     assert special_tokens.frame_prompt(model, told[0]) == told[1]
 
 
 def test_one_that_is_changed_leaves_the_others():
-    model = special_tokens.add_special_ids(Model(GLM_130B), TOLD, dict)
+    model = special_tokens.add_special_ids(ModelConfig(GLM_130B), TOLD, dict)
     said = replace_fields(model, {"special_tokens.gmask": 7}).config["dolmen"]["special_tokens"]
     assert said == TOLD | {"gmask": 7}
 
 
 def test_a_text_without_what_frames_it_is_refused():
     with pytest.raises(ValueError, match=r'chatglm2 has \[gMASK\].*special_tokens=\{"gmask": id\}'):
-        special_tokens.frame_prompt(Model(CHATGLM3), [5])
+        special_tokens.frame_prompt(ModelConfig(CHATGLM3), [5])
 
 
 def test_families_without_a_class_of_transformers_say_so(tmp_path):

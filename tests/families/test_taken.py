@@ -15,7 +15,7 @@ import dolmen
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.convert import convert
 from dolmen.conversion.source import open_source
-from dolmen.families import Model, edit, replace_fields, unknown_fields
+from dolmen.families import ModelConfig, edit, replace_fields, unknown_fields
 from dolmen.families.unknown import warn
 from dolmen.model.spec import AlibiSpec, RopeSpec
 from dolmen.model.spec.positions import LinearScaling
@@ -53,7 +53,7 @@ def what(model):
 
 @pytest.mark.parametrize("content, head, positions", FOUR)
 def test_it_is_taken_for_what_its_makers_say_and_that_is_told(content, head, positions):
-    model = Model(content)
+    model = ModelConfig(content)
     assert what(model) == (head, positions)
     with pytest.warns(UserWarning, match=f"assuming one with head {head}.*--model.head"):
         warn(model)
@@ -62,7 +62,7 @@ def test_it_is_taken_for_what_its_makers_say_and_that_is_told(content, head, pos
 
 
 def test_what_is_stated_counts_and_nothing_is_told():
-    stated = Model({"model_type": "baichuan", **SIZES, "dolmen": {"head": "normalised"}})
+    stated = ModelConfig({"model_type": "baichuan", **SIZES, "dolmen": {"head": "normalised"}})
     assert what(stated) == ("normalised", RopeSpec(4))
     second = replace_fields(stated, {"positions": "alibi"})
     assert what(second) == ("normalised", AlibiSpec())
@@ -70,12 +70,14 @@ def test_what_is_stated_counts_and_nothing_is_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn(second)
-    beside = Model({"model_type": "baichuan", "head": "normalised"})  # it stands under our key
+    beside = ModelConfig(
+        {"model_type": "baichuan", "head": "normalised"}
+    )  # it stands under our key
     assert what(beside) == ("linear", RopeSpec(128)) and unknown_fields(beside) == ["head"]
     with pytest.raises(ValueError, match="z_loss_weight is 0.1: max-z loss"):
-        Model({"model_type": "baichuan", "z_loss_weight": 0.1})
+        ModelConfig({"model_type": "baichuan", "z_loss_weight": 0.1})
     with pytest.raises(ValueError, match="dolmen.head is 'normal': it must be"):
-        Model({"model_type": "baichuan", "dolmen": {"head": "normal"}})
+        ModelConfig({"model_type": "baichuan", "dolmen": {"head": "normal"}})
 
 
 def test_what_rope_ratio_does_is_told_where_nothing_says_it():
@@ -87,8 +89,8 @@ def test_what_rope_ratio_does_is_told_where_nothing_says_it():
     divided = RopeSpec(6, 10000.0, LinearScaling(8), interleaved=True)
     multiplied = RopeSpec(6, 80000.0, interleaved=True)
     with pytest.warns(UserWarning, match="with rope_ratio_of base; .*--model.rope-ratio-of"):
-        warn(Model(content))
-    assert Model(content).spec.blocks[0].mixer.positions == multiplied
+        warn(ModelConfig(content))
+    assert ModelConfig(content).spec.blocks[0].mixer.positions == multiplied
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for said, positions in (
@@ -97,7 +99,7 @@ def test_what_rope_ratio_does_is_told_where_nothing_says_it():
             ({"dolmen": {"rope_ratio_of": "positions"}}, divided),
             ({"rope_ratio": 1}, RopeSpec(6, 10000.0, interleaved=True)),
         ):
-            model = Model(content | said)
+            model = ModelConfig(content | said)
             warn(model)
             assert model.spec.blocks[0].mixer.positions == positions
 

@@ -9,7 +9,7 @@ from tiny import CASES, config_of
 from dolmen.conversion import hf_export
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.convert import convert
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 
 WRITTEN = {
     "llama",
@@ -40,7 +40,7 @@ WRITTEN = {
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_family_is_written_the_same_or_refused(case, tmp_path):
-    model = Model(config_of(case))
+    model = ModelConfig(config_of(case))
     random = {name: torch.randn(shape) for name, shape in model.spec.shapes.items()}
     hf_export.save(tmp_path / "hf", model, random.__getitem__)
     asked = ConvertConfig(str(tmp_path / "hf"), str(tmp_path / "out"), "megatron-core")

@@ -30,7 +30,7 @@ from dolmen.core.config import from_dict, to_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.core.torch_private.checkpoints import Place
 from dolmen.data import corpus, readers, token_cache
-from dolmen.families import Model, find_family
+from dolmen.families import ModelConfig, find_family
 from dolmen.files import gate, indexed, kinds, tokenizer_files, torch_files
 from dolmen.files import safetensors as ours
 from dolmen.files.schema import check_value
@@ -132,7 +132,7 @@ def same_config(value: Any, undamaged: Any, file: Path) -> bool:
     """The structure of what stands there, which is kept whole."""
     content = plain(file)
     check_value(content, find_family(content["model_type"]).schema)
-    return alike(value.config, content) and value.spec == Model(content).spec
+    return alike(value.config, content) and value.spec == ModelConfig(content).spec
 
 
 def config(name: str) -> Subject:
@@ -496,7 +496,7 @@ SUBJECTS = {
     **{f"config.json of {name}": config(name) for name in CONFIGS},
     "generation_config.json": Subject(
         writes("generation_config.json", b'{"eos_token_id": [1, 2], "bos_token_id": 0}'),
-        lambda file: engine.stop_tokens(hf.Transformers(file.parent, Model(CONFIGS["gpt2"]))),
+        lambda file: engine.stop_tokens(hf.Transformers(file.parent, ModelConfig(CONFIGS["gpt2"]))),
         same_stop,
     ),
     "pytorch_model.bin": pickled(archive=True),

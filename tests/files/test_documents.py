@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from pydantic_core import SchemaValidator
 from subjects import CONFIGS, alike
 
-from dolmen.families import Model, find_family
+from dolmen.families import ModelConfig, find_family
 from dolmen.files import gate, kinds
 from dolmen.files.gate import Kind, Refused
 from dolmen.files.schema import check_value
@@ -119,7 +119,7 @@ def test_a_config_json_that_fits_its_family_is_a_model_or_a_refusal(name):
     def reads(document):
         content = CONFIGS[name] | {n: v for n, v in document.items() if n != "model_type"}
         try:
-            model = Model(content)
+            model = ModelConfig(content)
         except ValueError:
             return
         assert alike(model.config, content)

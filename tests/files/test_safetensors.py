@@ -221,15 +221,16 @@ PEAK = """
 import os, resource, sys, torch
 from dolmen.conversion import hf_export
 from dolmen.conversion.source import load_weights, open_source
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 
 def grown(work):        # MiB by which `work` raised the peak
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     work()
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024, flush=True)
 
-config = Model(dict(model_type="llama", vocab_size=4096, hidden_size=1024, intermediate_size=4096,
-                    num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, head_dim=16))
+config = ModelConfig(dict(model_type="llama", vocab_size=4096, hidden_size=1024,
+                    intermediate_size=4096, num_hidden_layers=8, num_attention_heads=8,
+                    num_key_value_heads=2, head_dim=16))
 shapes, folder = config.spec.shapes, sys.argv[1] + "/model"
 if os.fork() == 0:      # a process each, since a peak never falls
     grown(lambda: hf_export.save(folder, config, lambda name: torch.ones(shapes[name])))

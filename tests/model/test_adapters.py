@@ -12,7 +12,7 @@ from tiny_models import Flat, Tiny, build, initialize, load, tiny
 from torch.utils.flop_counter import FlopCounterMode
 
 from dolmen.core.mesh import SINGLE, Axis
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.families.adapters import ADAPTED, AdapterConfig, targets
 from dolmen.model import head
 from dolmen.model.count import (
@@ -256,13 +256,13 @@ TARGETS = {
     ),
 }
 CONFIGS = {
-    "llama": Model({"model_type": "llama", **SIZES}),
-    "gpt2": Model({"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}),
-    "falcon": Model({"model_type": "falcon", **FALCON}),
-    "qwen3_moe": Model(
+    "llama": ModelConfig({"model_type": "llama", **SIZES}),
+    "gpt2": ModelConfig({"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4}),
+    "falcon": ModelConfig({"model_type": "falcon", **FALCON}),
+    "qwen3_moe": ModelConfig(
         {"model_type": "qwen3_moe", **SIZES, "num_experts": 4, "num_experts_per_tok": 2}
     ),
-    "deepseek_v3": Model({"model_type": "deepseek_v3", **DEEPSEEK}),
+    "deepseek_v3": ModelConfig({"model_type": "deepseek_v3", **DEEPSEEK}),
 }
 
 

@@ -35,7 +35,7 @@ from dolmen.checkpoint.reader import locate, open_checkpoint
 from dolmen.conversion import hf_export
 from dolmen.data.config import DataConfig
 from dolmen.data.loader import TextLoader
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.optim.optimizer import LossScale
 from dolmen.training import metrics
 from dolmen.training import run as runs
@@ -266,7 +266,7 @@ def read(job: Job, out: Path) -> Result:
         return [number(r[name]) for r in steps if name in r]
 
     saved = open_checkpoint(locate(out))
-    model = Model.from_plain(saved.meta["run"]["model"])
+    model = ModelConfig.from_plain(saved.meta["run"]["model"])
 
     def moments(kind: str) -> dict[str, Tensor]:
         def read(name: str) -> Tensor:

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 from dolmen.core.topology import Topology
 from dolmen.data.batch import Batch
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.model import count
 from dolmen.model.layout import Layout
 from dolmen.objectives.objective import CrossEntropy
@@ -74,7 +74,7 @@ def run_of(model: dict[str, Any], layout: Layout, **train: Any) -> RunConfig:
     """Eight sequences in a step, one in a microbatch."""
     options = {"global_batch_size": 8, **train}
     config = TrainConfig(sequence_length=LENGTH, microbatch_size=1, **options)
-    return RunConfig(model=Model(model), layout=layout, train=config)
+    return RunConfig(model=ModelConfig(model), layout=layout, train=config)
 
 
 class Found(NamedTuple):
@@ -460,7 +460,7 @@ def test_products_of_eight_bits_are_as_many():
         for one in (None, "fp8-rowwise")
     )
     assert rounded.flops == plain.flops
-    params = Model(LLAMA).spec.params.items()
+    params = ModelConfig(LLAMA).spec.params.items()
     inside = sum(param.elements for n, param in params if "layers." in n and param.role == "matrix")
     found = sum(row.flops * row.times for row in rounded.rows if row.dtype == "fp8")
     assert found == 4 * 3 * 2 * LENGTH * inside

@@ -18,7 +18,7 @@ from dolmen.conversion import hf_export
 from dolmen.conversion.source import open_source
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.model import head
 from dolmen.parallel import data, simulation
 from dolmen.serving import engine
@@ -205,7 +205,7 @@ def test_load_takes_the_dtype_of_the_folder(tmp_path):
     model = decoder("one-kv-qk-norm")
     values = dict(model.named_parameters())
     flat = replace(DECODERS["one-kv-qk-norm"], family="qwen3")
-    described = Model({**flat.model.config, "eos_token_id": [2, 3]})
+    described = ModelConfig({**flat.model.config, "eos_token_id": [2, 3]})
     hf_export.save(tmp_path / "model", described, values.__getitem__, torch.bfloat16)
     assert {p.dtype for p in load_decoder(open_source(tmp_path / "model")).parameters()} == {
         torch.bfloat16

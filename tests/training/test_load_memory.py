@@ -13,12 +13,12 @@ from dolmen.conversion import hf_export
 from dolmen.conversion.source import load_weights, open_source
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from dolmen.core import mesh, state
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.model import build
 
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 llama = dict(model_type="llama", num_attention_heads=8, num_key_value_heads=8)
-config = Model(dict(llama, vocab_size=8192, hidden_size=1024, intermediate_size=4096,
+config = ModelConfig(dict(llama, vocab_size=8192, hidden_size=1024, intermediate_size=4096,
                     num_hidden_layers=6, head_dim=128))
 if sys.argv[2] == "write":
     hf_export.save(sys.argv[1], config, lambda name: torch.full(config.spec.shapes[name], 0.5))
@@ -26,7 +26,9 @@ else:
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
     grid = mesh.build_mesh(1, 8, torch.device("cpu"))
     model = build.build(config.spec, grid)
-    small = Model(dict(llama, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=8))
+    small = ModelConfig(
+        dict(llama, hidden_size=8, intermediate_size=8, num_hidden_layers=1, head_dim=8)
+    )
     build.initialize(build.build(small.spec, grid), 0)
     before = peak()
     build.load(model, lambda write: load_weights(open_source(sys.argv[1]), write))

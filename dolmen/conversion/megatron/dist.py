@@ -42,7 +42,7 @@ from dolmen.conversion.megatron.source import (
     check_said,
     source_of,
 )
-from dolmen.families import Model
+from dolmen.families import ModelConfig
 from dolmen.files import gate, kinds, torch_files
 from dolmen.files.safetensors import Spec, Stored
 from dolmen.files.torch_files import StoredView
@@ -157,7 +157,9 @@ def is_torch_dist(folder: Path) -> bool:
     return (folders.newest(folder) / MARKER).is_file()
 
 
-def open_torch_dist(folder: Path, model: Model | None = None, rows: int | None = None) -> Megatron:
+def open_torch_dist(
+    folder: Path, model: ModelConfig | None = None, rows: int | None = None
+) -> Megatron:
     """Open the torch_dist checkpoint in the folder of an iteration; arguments as of `open_megatron`
     (megatron/source.py). Raises ValueError.
     """

@@ -26,7 +26,7 @@ from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.sidecars import Joined
 from dolmen.conversion.weights import MOMENTS, Moments, Scales, assemble, check_whole
 from dolmen.core.messages import plural
-from dolmen.families import Model, edit
+from dolmen.families import ModelConfig, edit
 from dolmen.families.differences import differences
 from dolmen.families.rules import StoredTensor
 from dolmen.files import gate, torch_files
@@ -477,7 +477,9 @@ class Megatron(Joined):
         return self._checked
 
 
-def open_megatron(folder: Path, model: Model | None = None, rows: int | None = None) -> Megatron:
+def open_megatron(
+    folder: Path, model: ModelConfig | None = None, rows: int | None = None
+) -> Megatron:
     """Open the checkpoint in the folder of an iteration. The model is `model`, else the config.json
     next to it, else what its `args` say, with a vocabulary of `rows` tokens or of the tokenizer
     next to it. Raises ValueError where no file states the vocabulary, and as `read_checkpoint`.
@@ -486,7 +488,7 @@ def open_megatron(folder: Path, model: Model | None = None, rows: int | None = N
 
 
 def source_of(
-    checkpoint: MegatronCheckpoint, model: Model | None = None, rows: int | None = None
+    checkpoint: MegatronCheckpoint, model: ModelConfig | None = None, rows: int | None = None
 ) -> Megatron:
     """Make a source of a checkpoint whose pickles are read; see `open_megatron`."""
     place = sidecars.place(checkpoint.folder)
@@ -495,7 +497,7 @@ def source_of(
     return Megatron(model, place, checkpoint)
 
 
-def _model(checkpoint: MegatronCheckpoint, place: Path, rows: int | None) -> Model:
+def _model(checkpoint: MegatronCheckpoint, place: Path, rows: int | None) -> ModelConfig:
     """Return the model of the config.json in folder `place`, warning where the args differ, or else
     build it from the args. Raises ValueError where the vocabulary is unknown or larger than the
     embedding, or layers are missing.

@@ -14,7 +14,7 @@ from dolmen.core.config import changed_options
 from dolmen.core.filesystem import expand
 from dolmen.core.mesh import SINGLE
 from dolmen.data.sources import DataSource
-from dolmen.families import Model, common, training_fields
+from dolmen.families import ModelConfig, common, training_fields
 from dolmen.model.spec import LoraSpec, ScalarHeadSpec
 from dolmen.model.training import Training
 from dolmen.optim.config import OptimizerConfig
@@ -145,7 +145,7 @@ def check_same_limit(saved: dict, run: RunConfig, step: int) -> None:
         )
 
 
-def _structure(model: Model, training: Training) -> dict:
+def _structure(model: ModelConfig, training: Training) -> dict:
     """Return the options that must not change on resume, as plain values: the fields that determine
     parameters and forward pass, whether routers have a bias, and the adapters.
     """
