@@ -110,7 +110,7 @@ def build_generate_config(
         dtype=dtype,
         **values,
     )
-    config.of_tokens.check()
+    config.sampling_params.check()
     check_stop(config.stop)
     return config
 
@@ -369,7 +369,7 @@ def _generate(
         raise ValueError(f"batch is {brief(batch)}: it must be a whole number")
     prompts = list_prompts(prompt)
     config, notes = apply_generation_config(config, model.source.generation_config)
-    config.of_tokens.check()
+    config.sampling_params.check()
     for line in notes:
         print(line, file=sys.stderr)
     names = _adapter_per_prompt(adapter, len(prompts), model.adapters.names)

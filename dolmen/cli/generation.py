@@ -42,7 +42,7 @@ def run_generate(options: GenerateConfig) -> int:
     Returns the exit code. Raises BadInput.
     """
     with as_bad_input():  # before any process, and before a model is read
-        options.of_tokens.check()
+        options.sampling_params.check()
         adapters.check_name(options.adapter, adapters.parse_adapters(options.adapters))
         if options.input is not None:
             offline.check_options(options)
@@ -125,11 +125,11 @@ def _generate_prompts(options: GenerateConfig, resolved: Resolved) -> int:
     """
     with as_bad_input():
         config, notes = apply_generation_config(options, resolved.source.generation_config)
-        config.of_tokens.check()
+        config.sampling_params.check()
         tokenizer = resolved.tokenizer()
         prompts = [encode(tokenizer, text, resolved.source.model) for text in options.prompt]
     requests = [
-        Request(tokens, config.of_tokens, i, options.seed, adapter=options.adapter)
+        Request(tokens, config.sampling_params, i, options.seed, adapter=options.adapter)
         for i, tokens in enumerate(prompts)
     ]
     limits = Limits(tokens=options.max_batch_tokens)
@@ -214,7 +214,7 @@ def run_chat(options: ChatConfig) -> int:
     and for a model without a chat template.
     """
     with as_bad_input():
-        options.of_tokens.check()
+        options.sampling_params.check()
         check_stop(options.stop)
         resolved = processes.resolve(
             "chat",
@@ -225,7 +225,7 @@ def run_chat(options: ChatConfig) -> int:
         )
         _check_draft(resolved)
         config, notes = apply_generation_config(options, resolved.source.generation_config)
-        config.of_tokens.check()
+        config.sampling_params.check()
         chat = ChatSession(resolved.source, resolved.tokenizer(), config)
     for line in notes:
         say(line)
@@ -301,7 +301,7 @@ class Terminal:
                     print(part, end="", flush=True)
                 print(flush=True)
                 if self.chat.truncated:
-                    limit = self.chat.config.of_tokens.max_new_tokens
+                    limit = self.chat.config.sampling_params.max_new_tokens
                     say(f"(the reply was truncated at {limit:,} tokens: increase --max-new-tokens)")
             except ValueError as error:
                 # the chat goes on: the user may shorten it or /reset

@@ -128,8 +128,9 @@ def open_adapters(
 
 
 def _check(low: LowRank, spec: ModelSpec, weights: Weights) -> None:
-    """Raise ValueError if an adapter adapts weights that cannot differ by sequence: experts,
-    anything but matrices of layers, kv_b of latent attention; or is DoRA while the base is int8.
+    """Raise ValueError if an adapter changes weights that multi-LoRA cannot serve: experts,
+    anything but matrices of blocks (head, embeddings, routers), kv_b of latent attention; or if it
+    is DoRA and the base model is held as int8.
     """
     params = spec.params
     if low.form.kind == "dora" and weights == "int8":
@@ -173,8 +174,8 @@ def place_adapters(lows: Mapping[str, LowRank], model: Decoder, mesh: Mesh = SIN
 
 
 def _place(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
-    """Place the adapters on this rank. An error is raised only after all weights, since other ranks
-    wait in collectives until then.
+    """Read this rank's part of all adapters and return it. An error is raised only after all
+    weights were read, since the other ranks wait in collectives until then.
     """
     if model.tp.gathers or data.units(model):
         raise ValueError(

@@ -54,7 +54,8 @@ class BlockTable:
         return sum(-(-length // self.page_size) for length in lengths)
 
     def append(self, new: Mapping[int, int]) -> list[int] | None:
-        """Extend sequences by numbers of new tokens; unknown sequences begin at length 0.
+        """Extend sequences by numbers of new tokens (sequence -> number), allocating pages as
+        needed; unknown sequences begin at length 0.
 
         Returns the old page numbers in their new order if the pool was compacted, else None. The
         pool grows by a quarter at least, so that not every step copies all of it, and is compacted
@@ -109,7 +110,9 @@ class BlockTable:
         del pages[kept:]
 
     def shared_pages(self, sequences: Iterable[int]) -> dict[int, list[int]]:
-        """Return the pages that several of `sequences` share, each with those sequences."""
+        """Return page -> its sequences among `sequences`, for each page that at least two of them
+        share.
+        """
         users: dict[int, list[int]] = {}
         for sequence in sequences:
             for page in self.pages[sequence]:

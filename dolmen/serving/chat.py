@@ -109,7 +109,7 @@ class ChatSession:
         and --max-new-tokens exceed the model's positions.
         """
         tokens = self.template.prompt(template.Chat(messages, 1.0, "the chat"))
-        params, spec = self.config.of_tokens, self.source.model.spec
+        params, spec = self.config.sampling_params, self.source.model.spec
         # the last new token is not read, so it needs no position
         room = spec.max_position_embeddings - len(tokens) + 1
         if room < params.max_new_tokens:

@@ -63,6 +63,9 @@ class SpeculativeConfig:
     """Draft model: anything that `dolmen generate` takes, with the vocabulary of the model."""
 
     def __post_init__(self):
+        """Raise ValueError unless a model is given exactly with method draft, and for
+        prompt_lookup_min above prompt_lookup_max.
+        """
         if (self.model is not None) != (self.method == "draft"):
             raise ValueError(
                 f"speculative.method is {self.method or 'not set'}, and speculative.model is "
@@ -77,7 +80,7 @@ class SpeculativeConfig:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The draft model, if any."""
+        """Names of the models to load besides the one that is served: the draft model, or none."""
         return () if self.model is None else (self.model,)
 
 
@@ -111,9 +114,9 @@ class Sampling:
     """Values added to logits of token ids, as ID:NUMBER,ID:NUMBER; -inf forbids a token."""
 
     @property
-    def of_tokens(self) -> SamplingParams:
-        """The sampling parameters, greedy unless a temperature is set. Raises ValueError for a
-        malformed logit_bias.
+    def sampling_params(self) -> SamplingParams:
+        """These options as the engine's `SamplingParams`; temperature 0 (greedy) unless one is set.
+        Raises ValueError for a malformed logit_bias.
         """
         fields = {name: value for name in NUMBERS if (value := self.__dict__[name]) is not None}
         # greedy by default: an explicit 1.0 is needed to sample
@@ -337,13 +340,14 @@ class ServeConfig(Numerics):
 
     @property
     def capacity(self) -> int:
-        """Most completions that run or wait."""
+        """Most completions that run or wait at once."""
         # waiting ones cost little: their tokens, and no cache
         return self.max_rows + self.max_waiting
 
     @property
     def local(self) -> bool:
-        """True if only this machine can reach the server."""
+        """True if the host to listen at is a loopback address, which only this machine can reach.
+        """
         try:
             # 127.0.0.0/8 and ::1
             return ipaddress.ip_address(self.host).is_loopback

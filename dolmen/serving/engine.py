@@ -82,12 +82,11 @@ def load_decoder(
     schedule: Schedule | None = None,
     weights: Weights = "stated",
 ) -> Decoder:
-    """Load a model for inference, split over `mesh`, in `dtype` or else that of its config.json.
-
-    `schedule` places the layers on pipeline stages, of which this rank loads its own; None: no
-    pipeline. `weights`: with int8 the model holds only quantized matrices, and serves engines of
-    int8 alone. Raises ValueError or KeyError, before anything is built, for weights that are
-    missing or do not fit.
+    """Load a model for inference, split over `mesh`, in `dtype` or else that of its config.json,
+    and return it in evaluation mode. `schedule` places the layers on pipeline stages, and this rank
+    loads only its own; None: no pipeline. `weights`: with int8 the model holds only quantized
+    matrices, and serves engines of int8 alone. Raises ValueError or KeyError, before anything is
+    built, for weights that are missing or do not fit.
     """
     # refuse a checkpoint with missing tensors before memory is allocated
     check_whole(source)
@@ -98,7 +97,7 @@ def load_decoder(
     parameter_names = None if schedule is None else [name for name, _ in model.named_parameters()]
 
     def stream(write: Callable[[str, Tensor], None]) -> None:
-        """Write the parameters of this rank, one by one."""
+        """Call `write(name, tensor)` for each weight that this rank needs, one after the other."""
         load_weights(source, write, parameter_names)
 
     if weights == "int8":
@@ -111,8 +110,8 @@ def load_decoder(
 def load_placed(
     source: ModelSource, mesh: Mesh, dtype: torch.dtype | None, weights: Weights = "stated"
 ) -> Decoder:
-    """Load the part of a model that this rank of `mesh` holds: its tp shard of one pipeline
-    stage.
+    """Load the part of a model that this rank of `mesh` holds, its tp shard of one pipeline stage,
+    for inference: layers are split evenly over pp. Arguments and errors as `load_decoder`.
     """
     pp = mesh.pp.size
     schedule = None if pp == 1 else make_schedule("1f1b", pp, pp)
@@ -276,7 +275,9 @@ class Engine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restore the mode; remove adapters and, from a model in training, prepacked weights."""
+        """Restore the model's training or evaluation mode; remove its adapters and, if it was in
+        training, its prepacked weights.
+        """
         self._within.close()
 
     @property
@@ -301,7 +302,7 @@ class Engine:
 
     @property
     def usage(self) -> CacheUsage:
-        """The most pages and bytes that the KV cache has held until now."""
+        """Largest numbers of KV cache pages and bytes so far, as a `CacheUsage`."""
         return self._runner.cache.usage
 
     def add(self, request: Request) -> int:
@@ -339,9 +340,9 @@ class Engine:
         return [group.finish(sample, "cancelled") for group in groups for sample in group.samples]
 
     def step(self) -> StepOutput:
-        """Admit, schedule and run one forward (several under pp), sample from it, and return the
-        new tokens and finished samples. Does nothing, and returns an empty result, where no
-        sequence waits or runs.
+        """Run one step of continuous batching: admit and schedule sequences, run one forward (up to
+        pp of them in a pipeline), sample, and return the new tokens and finished samples. Does
+        nothing, and returns an empty result, if no sequence waits or runs.
         """
         self._scheduler.admit()
         if self._proposer is not None:
@@ -378,8 +379,8 @@ class Engine:
         return step
 
     def _propose(self, proposer: Proposer) -> None:
-        """Draft tokens for all sequences that decode, so few that the last one may still be
-        sampled after them.
+        """Set the `draft` of every decoding sequence to tokens of the proposer (speculative
+        decoding): so few that max_new_tokens leaves room for one sampled token after them.
         """
         running = self._scheduler.running
         groups = {k: g for k, g in running.items() if g.num_uncomputed == 1 and g.new_tokens}

@@ -189,7 +189,7 @@ def generate_tokens(
     Sequences end at the EOS tokens of the source and at `ends`; with a tokenizer, only its ids are
     sampled. `batch`: most prompts at once.
     """
-    params = config.of_tokens
+    params = config.sampling_params
     return engine.generate(
         model,
         prompts,
@@ -326,7 +326,7 @@ def generate_samples(
             running.add(
                 Request(
                     prompt.tokens,
-                    config.of_tokens,
+                    config.sampling_params,
                     id=i,
                     seed=config.seed,
                     samples=config.num_samples,

@@ -273,9 +273,9 @@ class KVCache:
 
         Tokens are padded to a `multiple`. `spans`: sequences with a bidirectional prefix or
         positions of their own. `lengths`: the length that rope scaling takes a sequence to have;
-        unset: its tokens so far, these included. `width`: sequences with at most so many new tokens
-        behind others are decode sequences. Raises ValueError where a bidirectional prefix would be
-        split over several forwards.
+        unset: its tokens so far, these included. `width`: a sequence with cached tokens and at most
+        so many new ones is a decode sequence; so is any with one new token. Raises ValueError where
+        a bidirectional prefix would be split over several forwards.
         """
         table = self.table
         past = {sequence: table.lengths.get(sequence, 0) for sequence in new}
@@ -344,7 +344,9 @@ class KVCache:
 
     @property
     def usage(self) -> CacheUsage:
-        """The most pages, bytes and rectangle tokens that were held until now."""
+        """Maxima so far of the pages in use, the pages allocated, and the tokens of an equivalent
+        padded rectangle; and the bytes per token.
+        """
         tensors = [t for pool in self.pools for t in pool.kept]
         # kv_heads * size numbers per token, pool tensor and layer
         per_token = sum(t.shape[1] * t.shape[3] * t.itemsize for t in tensors)
@@ -371,8 +373,9 @@ class KVCache:
         first: int,
         device: torch.device,
     ) -> list[PrefillGroup]:
-        """Batch sequences with the same past and the same number of new tokens into groups, whose
-        tokens lie behind the `first` ones of the forward, those of the decode sequences.
+        """Return the prefill sequences in groups with the same past and the same number of new
+        tokens. Their tokens come after the `first` ones of the forward, those of the decode
+        sequences.
         """
         by_length: dict[tuple[int, int], list[int]] = {}
         for sequence, count in new.items():
@@ -451,7 +454,9 @@ class KVCache:
             entries[1, i, : len(users)] = torch.tensor(back)
 
     def _record_usage(self) -> None:
-        """Update the maxima that `usage` reports."""
+        """Raise the recorded maxima of pages in use, pages allocated and rectangle tokens to the
+        current numbers.
+        """
         table = self.table
         self._in_use = max(self._in_use, table.in_use)
         self._allocated = max(self._allocated, table.total)
@@ -461,8 +466,10 @@ class KVCache:
 
 
 def _spread(counts: list[int], device: torch.device) -> tuple[Tensor, Tensor] | None:
-    """Return `CacheBatch.spread` of decode sequences with these numbers of tokens: the queries of
-    one with fewer tokens than the most are its first token, repeated, and then all of them.
+    """Return the index of each query's token, and of each token's query, that give all decode
+    sequences the same number of queries; None if all have the same number of tokens (`counts`)
+    anyway. A sequence with fewer tokens than the most repeats its first token in front of its
+    tokens.
     """
     if not counts or min(counts) == max(counts):
         return None
@@ -475,7 +482,9 @@ def _spread(counts: list[int], device: torch.device) -> tuple[Tensor, Tensor] | 
 
 
 def _check_prefix(sequence: int, past: int, new: int, prefix: int) -> None:
-    """Raise ValueError where a bidirectional prefix would be read in several forwards."""
+    """Raise ValueError if a sequence with `past` cached and `new` new tokens would read its
+    bidirectional prefix (its first `prefix` tokens) in several forwards.
+    """
     if past < prefix and (past or new < prefix):
         raise ValueError(
             f"sequence {sequence} has read {past} tokens and reads {new}, but its first {prefix} "

@@ -136,7 +136,10 @@ class ModelRunner:
 def _make_head_function(
     model: Decoder, batch: CacheBatch, chunks: Mapping[int, SequenceChunk]
 ) -> HeadFunction:
-    """Return the head function of the last stage, which computes the fields of `RunnerOutput`."""
+    """Return the head function of the last pipeline stage: (hidden vectors, head) -> logits of the
+    positions to sample from (the last token of each sequence whose chunk is its last, and its
+    drafts), and for each sequence with labels the log-probabilities of these.
+    """
     device, begin, first, wanted = batch.positions.device, {}, 0, []
     for sequence in batch.sequences:
         begin[sequence], chunk = first, chunks[sequence]
@@ -147,7 +150,9 @@ def _make_head_function(
     rows = to_device(torch.tensor(wanted, dtype=torch.int64), device)
 
     def head_function(hidden: Tensor, head: LMHead) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return the logits of the next tokens, and the log-probabilities of labels by sequence."""
+        """Return logits [rows, vocabulary] of the tokens to be sampled, and sequence ->
+        log-probabilities of its labels.
+        """
         full, head = _gather_tokens(hidden, head)
         labelled = {}
         for sequence, chunk in chunks.items():

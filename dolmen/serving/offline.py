@@ -181,8 +181,8 @@ class RowQueue:
         return number
 
     def finish(self, number: int, row: dict[str, Any]) -> None:
-        """Hand a finished row (its number and output fields) of this replica to the rank that
-        writes.
+        """Hand a finished row of this replica to the rank that writes the output: `number`, and the
+        output fields in `row`.
         """
         if self.store is None:
             self._finished.append((number, row))
@@ -233,7 +233,7 @@ class Job:
 
     @property
     def config(self) -> GenerateConfig:
-        """Options, with the defaults of generation_config.json."""
+        """Options of the run, with the defaults of generation_config.json filled in."""
         return self.prompts.config
 
     @property
@@ -246,7 +246,7 @@ def check_options(config: GenerateConfig) -> None:
     """Raise ValueError for options out of range, before anything is read."""
     if config.output is None:
         raise ValueError("--input writes to a file: give --output FILE")
-    config.of_tokens.check()
+    config.sampling_params.check()
     check_stop(config.stop)
     for name in ("num_samples", "max_input_tokens", "max_batch_tokens"):
         value = to_dict(config)[name]
@@ -271,7 +271,7 @@ def prepare(
     """
     file = expand(config.input or "")
     config, lines = apply_generation_config(config, source.generation_config)
-    config.of_tokens.check()
+    config.sampling_params.check()
     folders = adapters.parse_adapters(config.adapters)
     prompts = PromptFile(config, source, tokenizer, file, folders)
     for line in lines:
@@ -429,9 +429,9 @@ class RowRunner:
         return engine.busy
 
     def handle(self, engine: Engine, output: StepOutput) -> None:
-        """Take in the result of a step: cut samples at stop strings, complete rows whose samples
-        are all finished, and write what is finished. Raises ValueError for logits that are not
-        finite.
+        """Take in the result of a step: end samples that have reached a stop string, complete the
+        rows whose samples are all finished, and write those (of all replicas, on the first rank).
+        Raises ValueError for logits that are not finite.
         """
         finished = self._stops.finish(engine, output)
         _require_finite(finished, self._running)

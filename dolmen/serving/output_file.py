@@ -141,8 +141,10 @@ class OutputFile:
     """
 
     def __init__(self, output: Path, options: Mapping[str, Any], input_digest: str):
-        """Open what `check_output` has allowed. Raises ValueError where another process writes it;
-        OSError.
+        """Open the output and its journal for writing, new or as an earlier run left them; rows of
+        the journal that are next in order are moved to the output. `options`, `input_digest`: what
+        decides the completions, for the first line of a new journal. Raises ValueError if another
+        process writes to them, and OSError.
         """
         self.file = journal_path(output)
         self.held: dict[int, dict[str, Any]] = {}
@@ -182,13 +184,13 @@ class OutputFile:
 
     @property
     def count(self) -> int:
-        """Number of finished rows."""
+        """Number of finished rows, in the output and the journal."""
         return self.output.count + len(self.held)
 
     def add(self, row: int, answer: dict[str, Any]) -> None:
-        """Write a finished row to the output if it is the next, else to the journal.
-
-        Raises Failed where the disk does not take it.
+        """Write the fields of finished row `row` to the output if it is the next in order (and
+        after it those of the journal that follow), else to the journal. Raises Failed if the disk
+        does not take it.
         """
         self.held[row] = answer
         try:

@@ -38,7 +38,7 @@ class Resolved:
 
     @property
     def source(self) -> ModelSource:
-        """The first model."""
+        """The first of the models."""
         return self.sources[0]
 
     def tokenizer(self) -> PreTrainedTokenizer:
@@ -58,8 +58,9 @@ class Resolved:
         return process.run_worker(lambda: self._join(started, work))
 
     def _join(self, started: Launch | None, work: Callable[..., int]) -> int:
-        """Choose the device, join the process group, and run `work`. Raises BadInput for a
-        ValueError.
+        """Choose this process's device, join the process group that `started` describes (None: a
+        single process), and return `work(mesh, *sources)`. A ValueError becomes BadInput, which
+        ends the command with its message alone.
         """
         with as_bad_input(ValueError):
             local_device = devices.choose_device(self.device, started, DEVICE)

@@ -66,7 +66,9 @@ class Line:
     content: bytes
 
     def row(self, max_bytes: int | None = None) -> PromptRow:
-        """Parse the line. Raises Refused for a malformed line, and for one of over `max_bytes`."""
+        """Parse the line; the row's id is its `id`, or else the number of the line. Raises Refused
+        for a malformed line, and for one of over `max_bytes`.
+        """
         where = f"{self.file}, line {self.number}"
         check_row_bytes(len(self.content), max_bytes, where, "--max-row-bytes")
         fields = PARSERS[form(self.file) or ""](self.content, where)
@@ -178,7 +180,7 @@ class PromptFile:
         """
         # 8 bytes per row: a file of 10 million rows takes 80 MB
         places, bad, cut, short = array("q"), 0, 0, 0
-        most = self.config.of_tokens.max_new_tokens
+        most = self.config.sampling_params.max_new_tokens
         for place, line in enumerate(read_lines(self.file)):
             try:
                 request, full = self.request(line.row(self.config.max_row_bytes))
@@ -225,7 +227,7 @@ class PromptFile:
         full = len(tokens)
         if config.max_input_tokens is not None and full > config.max_input_tokens:
             tokens = self._cut(tokens, config.max_input_tokens)
-        params, most = config.of_tokens, spec.max_position_embeddings
+        params, most = config.sampling_params, spec.max_position_embeddings
         if len(tokens) > most:
             raise gate.refuse(
                 row.where,
@@ -272,8 +274,8 @@ class PromptFile:
         )
 
     def _cut(self, tokens: list[int], most: int) -> list[int]:
-        """Return the last `most` tokens of a prompt; a BOS token at its beginning stays, as one of
-        them.
+        """Truncate a prompt from the left to its last `most` tokens; if it begins with a BOS token,
+        to that and its last `most - 1`.
         """
         # models answer badly without their BOS token
         begin = tokens[:1] if tokens[0] == self.tokenizer.bos_token_id else []

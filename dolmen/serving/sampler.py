@@ -192,10 +192,11 @@ def sample_tokens(
     tp: Axis,
     top: int,
 ) -> Float[Tensor, "draws numbers"]:
-    """Sample a token for each of `draws`.
+    """Sample a token for each of `draws`, in one call for all with equal sampling options.
 
-    Returns the columns TOKEN, CLOSE, FINITE and log-probabilities of `top` tokens. Draws with equal
-    sampling options are sampled in one call. `never`: token ids that are not sampled.
+    Returns a row per draw: token id, 1 if it was a near tie with another token, 1 if all its logits
+    were finite, then log-probabilities of it and of the `top` most likely tokens, with the ids of
+    these (0 if not requested). `never`: token ids that are not sampled.
     """
     places, parts = [], []
     for members, some, raw in _group_by_options(draws, logits):
@@ -217,11 +218,11 @@ def sample_drafts(
     """
     tokens = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
     scores: list[Tensor | None] = [None] * len(draws)
-    for own, some, raw in _group_by_options(draws, logits):
+    for indices, some, raw in _group_by_options(draws, logits):
         chosen, _, processed, _ = _select(some, raw, [], draft=True)
-        tokens[to_device(torch.tensor(own), logits.device)] = chosen
+        tokens[to_device(torch.tensor(indices), logits.device)] = chosen
         if some[0].group.request.params.temperature:
-            for i, row in zip(own, processed, strict=True):
+            for i, row in zip(indices, processed, strict=True):
                 scores[i] = row
     return tokens, scores
 
@@ -236,9 +237,9 @@ def _group_by_options(
     for i, draw in enumerate(draws):
         request = draw.group.request
         by_params.setdefault((request.params, request.logprobs), []).append(i)
-    for own in by_params.values():
-        some = [draws[i] for i in own]
-        yield own, some, _rows(logits, [draw.row for draw in some])
+    for indices in by_params.values():
+        some = [draws[i] for i in indices]
+        yield indices, some, _rows(logits, [draw.row for draw in some])
 
 
 def _rows(logits: Tensor, indices: list[int]) -> Tensor:
@@ -257,8 +258,9 @@ def _sample_group(
     tp: Axis,
     top: int,
 ) -> Float[Tensor, "draws numbers"]:
-    """Sample a token for each draw, all with the same options; see `sample_tokens`. Without
-    log-probabilities in these, their columns are 0.
+    """Sample a token for each draw, all with the same sampling options, from their logits `raw`;
+    all ranks of tp take the same token. Returns the rows of `sample_tokens`: token, near tie,
+    finite, then log-probabilities, 0 if the requests want none.
     """
     tokens, close, processed, highest = _select(draws, raw, never)
     # all ranks have the same logits, but sums on a GPU may differ in the last bit from run to run:
@@ -286,7 +288,8 @@ def _select(
 ]:
     """Select a token for each draw, all with the same options. Returns the tokens, the rows that
     are near ties, the logits with penalties and warpers applied, and the highest logit of each row
-    before warpers. `draft`: draft the token, where else a draft of it is verified.
+    before warpers. `draft`: True samples a new draft; False samples the real token, and verifies
+    its draft if it has one.
     """
     params, logits = draws[0].group.request.params, raw
     if never:
@@ -308,19 +311,20 @@ def _select(
 
 
 def _proposal(draws: Sequence[Draw], device: torch.device) -> sampling.Proposal | None:
-    """Return the drafts that were sampled from a distribution, of the draws that verify one; None
-    if there are none.
+    """Return the drafts to verify that a draft model has sampled, with their rows and the logits
+    that they were sampled from; None if there are none. Drafts of n-grams and of greedy decoding
+    are left out.
     """
     rows, tokens, scores = [], [], []
     for i, draw in enumerate(draws):
         draft, place = draw.group.draft, len(draw.drafts)
         # behind the last draft nothing is verified
         if draft is not None and place < len(draft.tokens):
-            own = draft.scores[place]
-            if own is not None:
+            logits = draft.scores[place]
+            if logits is not None:
                 rows.append(i)
                 tokens.append(draft.tokens[place])
-                scores.append(own)
+                scores.append(logits)
     if not rows:
         return None
     both = to_device(torch.tensor([rows, tokens]), device)

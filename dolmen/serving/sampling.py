@@ -255,9 +255,9 @@ def select_tokens(
     params: SamplingParams,
     proposal: Proposal | None = None,
 ) -> tuple[Int64[Tensor, " rows"], Bool[Tensor, " rows"], Float[Tensor, "rows vocabulary"]]:
-    """Select a token per row, from logits with penalties applied: greedy at temperature 0, else
-    sampled with the uniform numbers, which greedy decoding does not need. `proposal`: drafts of
-    some rows that were sampled, which are verified.
+    """Select a token per row from logits with penalties applied: the most likely one at temperature
+    0, else one sampled with the row's uniform number, after temperature, top-k, top-p and min-p.
+    `proposal`: drafts that a draft model sampled, which are verified in their rows.
 
     Returns the tokens, the rows that are near ties (logits that differ by CLOSE may give another
     token), and the logits with warpers applied, up to a constant per row.

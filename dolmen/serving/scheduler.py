@@ -94,7 +94,7 @@ class SequenceGroup:
 
     @property
     def drafted(self) -> list[int]:
-        """Tokens of the draft; an empty list without one."""
+        """Draft tokens that the next forward verifies; an empty list if there is no draft."""
         return [] if self.draft is None else self.draft.tokens
 
     def next_chunk(self, count: int) -> SequenceChunk:
@@ -203,8 +203,9 @@ class Scheduler:
         return [range(i, min(i + most, samples)) for i in range(0, samples, most)]
 
     def admit(self) -> None:
-        """Move waiting groups to the running ones, in order, until one lacks rows for its samples
-        or pages. Where nothing runs, the first one is admitted without a test of pages.
+        """Move waiting groups to the running ones, first come first served, until the next one does
+        not fit: too many samples for one forward, or too few free pages of the KV cache. If nothing
+        runs, the first one is admitted whatever pages it needs.
         """
         most = min(self.limits.rows, self.limits.tokens)
         while self.waiting:
@@ -227,9 +228,9 @@ class Scheduler:
         return self.table.in_use + self.table.growth(pending) + needed <= self.limits.pages
 
     def schedule(self) -> dict[int, int]:
-        """Return for each sequence key how many tokens the next forward reads. While pages are
-        lacking for these, drops all drafts, then preempts the youngest running sequence,
-        repeatedly.
+        """Return for each sequence key how many tokens the next forward reads. If the KV cache
+        lacks pages for them, all drafts are dropped first, then the youngest running sequence is
+        preempted, again and again, until they suffice.
         """
         new = self._budget()
         if self._lacks_pages(new):

@@ -86,24 +86,32 @@ class NgramProposer:
     """
 
     def __init__(self, config: SpeculativeConfig):
+        """Takes from `config` how many tokens are drafted at once, and the lengths of suffixes to
+        look up.
+        """
         self.num_speculative_tokens = config.num_speculative_tokens
         # the longest match first
         self.lengths = range(config.prompt_lookup_max, config.prompt_lookup_min - 1, -1)
 
     def inference(self) -> AbstractContextManager[None]:
-        """Context without effect."""
+        """Return a context manager that does nothing, as no model is needed."""
         return nullcontext()
 
     def propose(
         self, groups: Mapping[int, SequenceGroup], counts: Mapping[int, int]
     ) -> dict[int, Draft]:
-        """See `Proposer.propose`; nothing is remembered."""
+        """Return for each sequence (by key) a draft of up to counts[key] tokens by prompt lookup:
+        those that followed an earlier occurrence of its last tokens; empty where there is none.
+        Nothing is remembered between calls.
+        """
         found = {key: self.lookup(group.tokens, counts[key]) for key, group in groups.items()}
         return {key: Draft(tokens, [None] * len(tokens)) for key, tokens in found.items()}
 
     def lookup(self, tokens: list[int], count: int) -> list[int]:
         """Return the `count` tokens that followed the latest earlier occurrence of the longest
-        suffix of `tokens` that has one, from its end on repeated; an empty list without one.
+        suffix of `tokens` that has one, among suffixes of prompt_lookup_min to prompt_lookup_max
+        tokens. Where fewer follow, they are repeated from their first. An empty list without an
+        occurrence.
         """
         if count < 1:
             return []
@@ -155,8 +163,10 @@ class DraftModel:
     def propose(
         self, groups: Mapping[int, SequenceGroup], counts: Mapping[int, int]
     ) -> dict[int, Draft]:
-        """See `Proposer.propose`. Reads what the cache lacks of each sequence, then one token per
-        forward. A sequence that its table of positions has no rows for gets fewer drafts, or none.
+        """Sample a draft of up to counts[key] tokens for each sequence (by key) with the draft
+        model: one forward reads what its KV cache lacks of each sequence, then one forward per
+        token. Sequences that are not in `groups` leave the cache. A sequence that would exceed the
+        draft model's table of positions gets fewer drafts, or none.
         """
         if (longest := self.model.spec.longest) is not None:
             # the last draft is not read
@@ -192,7 +202,9 @@ class DraftModel:
     def _forwards(
         self, unread: Mapping[int, list[int]], groups: Mapping[int, SequenceGroup]
     ) -> Iterator[dict[int, SequenceChunk]]:
-        """Yield the chunks of forwards of at most `tokens` tokens each, which read `unread`."""
+        """Yield `unread` (sequence key -> tokens) cut into forwards of at most `self.tokens` tokens
+        each, as sequence key -> chunk. A long sequence is spread over several forwards.
+        """
         chunks, left = {}, self.tokens
         for key, tokens in unread.items():
             first = 0
@@ -213,8 +225,8 @@ class DraftModel:
         groups: Mapping[int, SequenceGroup],
         drafts: Mapping[int, Draft],
     ) -> None:
-        """Read `chunks` in one forward, and append to `drafts` a token of each sequence that is
-        read to its end.
+        """Read `chunks` in one forward of the draft model, and append the next sampled token and
+        its logits to the draft of each sequence that is read to its end. All ranks append the same.
         """
         keys, output = self._runner.forward(chunks)
         assert output is not None, "the draft model has a single stage"

@@ -233,7 +233,9 @@ class Endpoints:
         self.thread = ThreadPoolExecutor(1, "parser")
 
     async def completions(self, request: Request) -> Response:
-        """Answer POST /v1/completions."""
+        """Answer POST /v1/completions: parse the body, submit its prompts to the engine, and return
+        a response that will send the completions, as JSON or as events. Raises ApiError.
+        """
         body = await self._body(request, CompletionRequest)
         parsed, session = await self._open_session(request, body, self.parser.parse_completion)
         with ExitStack() as failed:
@@ -245,29 +247,33 @@ class Endpoints:
         return _respond(request, body, session, format)
 
     async def chat(self, request: Request) -> Response:
-        """Answer POST /v1/chat/completions."""
+        """Answer POST /v1/chat/completions: parse the body, submit the chat to the engine, and
+        return a response that will send the completions, as JSON or as events. Raises ApiError.
+        """
         body = await self._body(request, ChatCompletionRequest)
         parsed, session = await self._open_session(request, body, self.parser.parse_chat)
         format = ChatFormat(body.model, parsed, session.completions)
         return _respond(request, body, session, format)
 
     async def models(self) -> Response:
-        """Answer GET /v1/models."""
+        """Answer GET /v1/models: a list with the base model and each adapter."""
         return JSONResponse({"object": "list", "data": [self._model(name) for name in self.names]})
 
     async def model(self, name: str) -> Response:
-        """Answer GET /v1/models/NAME."""
+        """Answer GET /v1/models/NAME with the entry of that model or adapter. Raises ApiError (404)
+        for an unknown name.
+        """
         self._check_model_name(name)
         return JSONResponse(self._model(name))
 
     async def health(self) -> Response:
-        """Answer GET /health. Raises the server's ApiError (503) while it stops."""
+        """Answer GET /health with status ok. Raises ApiError (503) while the server stops."""
         if self.sessions.closed is not None:
             raise self.sessions.closed
         return JSONResponse({"status": "ok"})
 
     async def metrics(self) -> Response:
-        """Answer GET /metrics, in Prometheus' format."""
+        """Answer GET /metrics with all counters of the server, in Prometheus' text format."""
         return Response(self.sessions.metrics.text(), media_type=CONTENT_TYPE)
 
     def _model(self, name: str) -> dict[str, Any]:
@@ -287,8 +293,8 @@ class Endpoints:
             )
 
     async def _body(self, request: Request, cls: type[Body]) -> Body:
-        """Read and parse a request's body, and check its model and stream_options. Raises
-        ApiError.
+        """Read a request's body and parse it to `cls`. Raises ApiError, also for an unknown model
+        (404), and for stream_options without stream (400).
         """
         data = await read_body(request, self.max_body_bytes)
         body = await self._run_in_thread(lambda: protocol.parse_body(data, cls, self.body_limits))

@@ -114,7 +114,9 @@ class EngineLoop:
             on_step(replace(output, finished=[*cancelled, *output.finished]))
 
     def _next(self) -> StepChanges:
-        """Return the changes since the last step, broadcast from the first rank to all."""
+        """Return the requests and cancellations since the last step, the same on all ranks: the
+        first rank's, which it broadcasts.
+        """
         take = self._take_changes
         return take() if self.mesh.size == 1 else consensus.run_on_rank_zero(take)
 
@@ -206,6 +208,7 @@ class RequestTimer:
     """Measures one request for the metrics; its time starts with the object."""
 
     def __init__(self, metrics: ServerMetrics):
+        """Start measuring; `metrics` gets the results."""
         self.metrics, self.start, self.has_token = metrics, time.monotonic(), False
 
     def token(self) -> None:

@@ -91,6 +91,7 @@ class TokenTexts:
     """Decodes single tokens, each as it reads after other text, with a cache of 65,536 tokens."""
 
     def __init__(self, tokenizer: PreTrainedTokenizer):
+        """Creates an empty cache for the tokenizer's tokens."""
         # SentencePiece drops the leading space of the first token, so decode behind an "a"
         ids = tokenizer.encode("a", add_special_tokens=False)
         before = tokenizer.decode(ids)

@@ -221,7 +221,7 @@ def build_parser(
         say(line, verbose)
     if sampling.temperature is None:  # not greedy, as OpenAI
         sampling = replace(sampling, temperature=1.0)
-    defaults = sampling.of_tokens
+    defaults = sampling.sampling_params
     defaults.check()
     template = None
     if tokenizer.chat_template:

@@ -47,7 +47,9 @@ class Session:
         )
 
     def submit(self, request: ParsedRequest) -> None:
-        """Submit its prompts to the engine's next step, and register for their tokens."""
+        """Submit the request's prompts to the engine for its next step, and register this session
+        for their tokens. Counts the prompt tokens in the metrics.
+        """
         sessions = self.sessions
         token_texts = None if request.top is None else sessions.token_texts
         self.completions = [
