@@ -89,7 +89,7 @@ def generate_texts(
     the model cannot take.
     """
     texts = [Detokenizer(tokenizer, until) for _ in prompts]
-    weights = loaded.model.alone or "stated"
+    weights = loaded.model.packed_only or "stated"
     with Engine(loaded.model, mesh=loaded.mesh, weights=weights) as engine:
         for number, prompt in enumerate(prompts):
             engine.add(Request(prompt, sampling, id=number, seed=seed))

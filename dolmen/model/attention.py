@@ -68,6 +68,9 @@ class CoreAttention(nn.Module):
     """
 
     def __init__(self, attend: Attend, setting: ModuleContext, spread: Sequence[int] | None = None):
+        """`attend`: mask, window, scale and other features of the scores. `spread`: the key-value
+        head of each query head of this rank where groups are unequal; None: equal groups.
+        """
         super().__init__()
         self.attend, self.kv_head_of_query = attend, spread
         # cached sequences are attended here; training goes through cp, which has the same backend
@@ -160,6 +163,9 @@ class Attention(Branch):
     """
 
     def __init__(self, attention: spec.AttentionSpec, params: ParamSpecs, setting: ModuleContext):
+        """Build the projections, norms and sinks of this rank's heads; `params`: their parameters,
+        by names without the layer's prefix.
+        """
         super().__init__()
         split, kernels = setting.split, setting.split.kernels
         self.tp = split.tp
@@ -188,10 +194,10 @@ class Attention(Branch):
         # first row and number of rows of k and v that this rank multiplies
         first, rows = (n * self.head_size for n in (self.kv_first, self.kv_heads))
         # how a replicated or a sharded k yields the rows this rank multiplies by
-        mine = partial(_rows, first=first, count=rows) if self.whole_kv else local
+        local_rows = partial(_rows, first=first, count=rows) if self.whole_kv else local
         self.q = ColumnParallelLinear(select_prefix(params, "q"))
         self.k, self.v = (
-            ColumnParallelLinear(select_prefix(params, name), mine) for name in ("k", "v")
+            ColumnParallelLinear(select_prefix(params, name), local_rows) for name in ("k", "v")
         )
         fuse(self.q, self.k, self.v)
         self.o = RowParallelLinear(select_prefix(params, "o"), self.tp)
@@ -224,7 +230,7 @@ class Attention(Branch):
 
     @property
     def row(self) -> RowParallelLinear:
-        """Output projection, which is row-parallel."""
+        """Output projection, which is row-parallel: it sums over tp."""
         return self.o
 
     def inner(
@@ -289,9 +295,9 @@ def _rows(p: Tensor, first: int, count: int) -> Tensor:
 
 
 def _equal_groups(first: int, kv_heads: int, heads: int) -> list[int]:
-    """Return the key-value head of each of `heads` queries, counted from `first`, if every
-    key-value head served equally many, as grouped attention assumes; an empty list if kv_heads does
-    not divide heads.
+    """Return the key-value head of each of `heads` query heads if all `kv_heads` key-value heads,
+    numbered from `first`, served equally many, as grouped attention assumes; an empty list if
+    kv_heads does not divide heads.
     """
     return (
         [first + i // -(-heads // kv_heads) for i in range(heads)] if heads % kv_heads == 0 else []
@@ -307,6 +313,9 @@ class LatentAttention(Component):
     def __init__(
         self, attention: spec.LatentAttentionSpec, params: ParamSpecs, setting: ModuleContext
     ):
+        """Build the projections and norms of this rank's heads; `params`: their parameters, by
+        names without the layer's prefix.
+        """
         super().__init__()
         split, kernels = setting.split, setting.split.kernels
         self.tp, self.spec = split.tp, attention

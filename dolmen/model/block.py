@@ -67,6 +67,9 @@ class TransformerBlock(nn.Module, Generic[C]):
     def __init__(
         self, block: spec.BlockSpec, params: ParamSpecs, setting: ModuleContext, attn: C, mlp: C
     ):
+        """Register the branches `attn` and `mlp`, and norms built from `params`, in the order of
+        the block's arrangement; optional norms that it lacks are None.
+        """
         super().__init__()
         self.layer, self.dropout = setting.layer, setting.training.dropout
         self.recompute_all = setting.split.recompute.kind_of(setting.layer) == "full"
@@ -284,8 +287,8 @@ def check_supported(model: spec.ModelSpec) -> None:
 
 
 def _check_arrangement(block: spec.BlockSpec) -> None:
-    """Raise ValueError if the arrangement requires branches (parallel blocks do) and the mixer's or
-    mlp's module is not one.
+    """Raise ValueError if a parallel block has a mixer or mlp that cannot share collectives with
+    the other one, as its module is no `Branch` (latent attention, experts).
     """
     takes = BLOCKS[type(block.arrangement)].takes
     for component, module in (

@@ -178,8 +178,9 @@ def initialize(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:
 
 
 def _initialize_param(p: Tensor, name: str, seed: int, spec: ModelSpec) -> None:
-    """Fill p, or this rank's part of it, as the spec's `initial` defines: normal, uniform within 1
-    / sqrt(inputs), ones or zeros; "beside" leaves it, as it is derived from another parameter.
+    """Fill p, or this rank's part of it, with the initial values of the spec's `initial`: normal,
+    uniform within 1 / sqrt(inputs), ones or zeros. "beside" leaves it as it is: it is derived when
+    another parameter is written.
     """
     param = spec.params[name]
     match param.initial:
@@ -235,21 +236,21 @@ def load_inference_weights(
     the packed format `weights` and freeing their plain form. Embeddings and norms stay plain.
     Returns the same model. CPU only.
     """
-    model.alone = weights
-    alone = {
+    model.packed_only = weights
+    packed = {
         name: part
         for name, part in model.named_modules()
         if isinstance(part, ParameterModule) and part.only_multiplies
     }
     for name, part in model.named_modules():
-        if name not in alone:
+        if name not in packed:
             part.to_empty(device=mesh.device, recurse=False)
     for delayed in model.delayed_scaling().values():
         delayed.allocate(mesh.device)
     # tensors that each packed module still waits for
     coming = {
         part: {param_name for param_name, _ in part.named_parameters(recurse=False)}
-        for part in alone.values()
+        for part in packed.values()
     }
     # modules whose plain memory is allocated
     allocated: set[str] = set()
@@ -259,16 +260,16 @@ def load_inference_weights(
         after its last.
         """
         owner, _, param_name = name.rpartition(".")
-        if owner not in alone:
+        if owner not in packed:
             return write(name, value)
         if owner not in allocated:
             allocated.add(owner)
-            alone[owner].to_empty(device=mesh.device, recurse=False)
+            packed[owner].to_empty(device=mesh.device, recurse=False)
         write(name, value)
-        coming[alone[owner]].remove(param_name)
-        if not any(coming[part] for part in alone[owner].fused):
+        coming[packed[owner]].remove(param_name)
+        if not any(coming[part] for part in packed[owner].fused):
             # the last tensor has come: pack, and give the plain memory back
-            alone[owner].free_weights(weights)
+            packed[owner].free_weights(weights)
 
     load(model, lambda write: stream(lambda name, value: through(write, name, value)))
     return model

@@ -190,19 +190,23 @@ class Component(nn.Module):
 
     @property
     def static(self) -> bool:
-        """True if no shape depends on values of tensors and nothing is read from the device.
+        """True if no shape depends on values of tensors and nothing is read from the device, as for
+        all but experts.
+
         Only static modules are compiled, and only others need explicit prefetching.
         """
         return True
 
     @property
     def balance_bias(self) -> Float[Tensor, " experts"] | None:
-        """Balance bias of the router [experts]; None if there is none."""
+        """Balance bias of the router [experts]; None for a module without one."""
         return None
 
     @staticmethod
     def attend(mixer: Any) -> Attend:
-        """Return the kind of attention of a mixer spec, over all heads of the model."""
+        """Return the kind of attention (mask, window, scale, ALiBi slopes) of a mixer's spec, over
+        all heads of the model. Raises NotImplementedError for modules that are no mixer.
+        """
         raise NotImplementedError
 
     def units(self) -> list[Unit]:
@@ -248,8 +252,8 @@ class Branch(Component):
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "tokens _"]:
         """Compute what is between the two products: from the products of x with the columns, each
-        [tokens, out_i / tp] S(1)@tp, return the input of the row-parallel product, [tokens, in /
-        tp] S(1)@tp.
+        [tokens, out_i / tp], return the input of the row-parallel product, [tokens, in / tp]. All
+        are this tp rank's columns.
         """
         raise NotImplementedError
 
@@ -276,8 +280,8 @@ class Branch(Component):
     def part(
         self, x: Float[Tensor, "tokens hidden"], inputs: LayerInputs
     ) -> Float[Tensor, "tokens hidden"]:
-        """Return the branch's partial sum P@tp of x, which is replicated (R@tp), without the row
-        bias. The caller adds it to other partial sums and reduces them together.
+        """Return the branch's output for x, without the row bias, as a partial sum over tp: the
+        caller adds it to others and reduces them together. x is the same on all ranks of tp.
         """
         y = self.inner_with_hooks(tensor.products(x, self.columns, self.tp), inputs)
         # x has entered already: `products`, not `columns`
@@ -287,8 +291,9 @@ class Branch(Component):
 def enter(
     branches: Sequence[Branch], x: Float[Tensor, "here hidden"]
 ) -> list[tuple[Float[Tensor, "tokens _"], ...]]:
-    """Return the products of x, I@tp (or S(0)@tp), with the columns of each branch, by one
-    collective for all: a list with one tuple of products per branch.
+    """Return the products of x with the column-parallel weights of each branch, by one collective
+    for all: a list with one tuple of products per branch. x is replicated over tp, or sharded by
+    tokens under sequence parallelism.
     """
     columns = [branch.columns for branch in branches]
     products = tensor.columns(x, [linear for group in columns for linear in group], branches[0].tp)
@@ -300,7 +305,8 @@ def enter(
 def leave(
     branches: Sequence[Branch], results: Sequence[Float[Tensor, "tokens _"]]
 ) -> Float[Tensor, "here hidden"]:
-    """Return the sum of the branches' outputs, I@tp (or S(0)@tp), from the `results` of their
-    `inner`: row-parallel products are added as partial sums and reduced by one collective.
+    """Return the sum of the branches' outputs from the `results` of their `inner`: row-parallel
+    products are added as partial sums and reduced by one collective over tp (all-reduce, or
+    reduce-scatter of tokens under sequence parallelism).
     """
     return tensor.rows(results, [branch.row.linear() for branch in branches], branches[0].tp)

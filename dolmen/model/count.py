@@ -41,8 +41,9 @@ def training_flops_per_token(
 def attention_flops_per_token(
     spec: ModelSpec, sequence_length: int, attention: Literal["causal", "full"] = "causal"
 ) -> float:
-    """Return the attention scores' part of `training_flops_per_token`: q k^T and the weighted sum
-    of v, forward and backward.
+    """Return the FLOPs per token of attention scores, forward and backward: q k^T and the weighted
+    sum of v, without projections. A causal query counts the keys that it sees on average;
+    `attention` "full" counts the whole sequence.
     """
 
     def keys(mixer: Mixer) -> float:

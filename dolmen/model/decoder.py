@@ -123,7 +123,7 @@ class Decoder(nn.Module):
         """With exact numerics, of each forward of a tied head, the weight it has multiplied by: its
         gradients are added by a tree of their own, as those of an untied head are.
         """
-        self.alone: Weights | None = None  # format of packed weights that were freed
+        self.packed_only: Weights | None = None  # format of packed weights that were freed
 
     def _add_embedding(self) -> None:
         """Set the modules before the first block. A module is None if the model has none of its
@@ -243,8 +243,8 @@ class Decoder(nn.Module):
         }
 
     def scaling(self) -> dict[str, Tensor]:
-        """Return the tensors of fp8 delayed scaling: `amax_history/NAME` and `fp8_scale/NAME` of
-        each weight.
+        """Return the tensors of fp8 delayed scaling by name: `amax_history/NAME` and
+        `fp8_scale/NAME` of each weight of this rank.
         """
         return {
             f"{kind}/{name}": tensor
@@ -253,8 +253,8 @@ class Decoder(nn.Module):
         }
 
     def plan(self) -> dict[str, Places]:
-        """Return each parameter's placement: on tp, or, for experts, on (ep, tp). The sharder
-        carries it out and the memory planner counts by it.
+        """Return, by parameter name, how each parameter of this rank is split over tp, or, for
+        experts, over (ep, tp).
         """
         return {name: placements(param, self.sizes) for name, param in self.local_specs().items()}
 
@@ -323,7 +323,7 @@ class Decoder(nn.Module):
         """Device of the computation: that of the parameters, or the CPU if weights were freed after
         packing (`load_inference_weights`), as those are on meta.
         """
-        if self.alone is not None:  # freed weights are on meta; only a CPU frees them
+        if self.packed_only is not None:  # freed weights are on meta; only a CPU frees them
             return torch.device("cpu")
         return next(self.parameters()).device
 
@@ -389,9 +389,9 @@ class Decoder(nn.Module):
         return self._apply_head(y, len(tokens), end) if here.last else y
 
     def _embed_tokens(self, tokens: Tensor, positions: Tensor, inputs: LayerInputs) -> Tensor:
-        """Return the input of the first block: token embeddings, plus learned positions and types,
-        then the embedding norm and dropout. `positions` [streams, b, s / cp] are per sequence, or
-        [streams, 1, s / cp] for all; the result is [tokens, hidden].
+        """Return the input of the first block [tokens, hidden]: token embeddings, plus learned
+        positions and token types, then the embedding norm and dropout, where the model has them.
+        `positions` [streams, b, s / cp] are per sequence, or [streams, 1, s / cp] for all.
         """
         assert self.embed is not None
         # this cp rank's tokens (zigzag); tp ranks then add up their rows of the vocabulary
@@ -419,9 +419,11 @@ class Decoder(nn.Module):
         return x
 
     def _apply_head(self, x: Tensor, batch: int, end: HeadFunction | None) -> Any:
-        """Return `end` of the normed output of the last block and the model's head; the normed
-        hidden vectors if `end` is None. Called inside forward, because ZeRO frees the head's
-        gathered weight after it. `batch`: number of sequences.
+        """Return `end` (a head function) of the normed output of the last block and the model's
+        head; the normed hidden vectors if `end` is None. Called inside forward, because ZeRO frees
+        the head's gathered weight after it. `batch`: number of sequences. With exact numerics and
+        gradients, a tied head multiplies by a detached view of the embedding, which is appended to
+        `tied_weights`.
         """
         hidden = x if self.final_norm is None else self.final_norm(x)
         if self.project_out is not None:

@@ -129,8 +129,8 @@ class ModelHead:
         return collectives.copy(collectives.all_reduce_(spread, axis), axis)
 
     def shared(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
-        """Return total / cp: this rank's share of a loss that every cp rank computes identically,
-        as the losses of ranks are summed.
+        """Return total / cp, this rank's share of a loss that every cp rank computes identically:
+        the ranks' losses are summed later.
         """
         return total / self.split.cp.axis.size
 
@@ -210,9 +210,9 @@ class LMHead(ModelHead):
         labels: Int64[Tensor, "sequences length"],
         temperature: float = 1.0,
     ) -> Float[Tensor, "sequences here"]:
-        """Return the log-probability of each label, 0 where it is IGNORED; logits are divided by
-        `temperature` and never materialised whole. Raises ValueError for a temperature other than 1
-        with a soft cap.
+        """Return the log-probability of each label at this cp rank's tokens, 0 where it is IGNORED;
+        logits are divided by `temperature` and never materialised whole. Raises ValueError for a
+        temperature other than 1 with a soft cap.
         """
         values = self._evaluate_labels(log_probabilities, hidden, labels, temperature)
         return values.view(self.sequences, -1)
@@ -223,8 +223,9 @@ class LMHead(ModelHead):
         labels: Int64[Tensor, "sequences length"],
         temperature: float = 1.0,
     ) -> tuple[Float[Tensor, "sequences here"], Float[Tensor, "sequences here"]]:
-        """Return `log_probabilities` and the entropy, in nats, of each token's distribution; both 0
-        where the label is IGNORED.
+        """Return the log-probability of each label at this cp rank's tokens, and the entropy, in
+        nats, of the distribution there; both 0 where the label is IGNORED. Logits are divided by
+        `temperature`. Raises ValueError for a temperature other than 1 with a soft cap.
         """
         values, entropy = self._evaluate_labels(
             log_probabilities_and_entropy, hidden, labels, temperature
@@ -234,8 +235,8 @@ class LMHead(ModelHead):
     def log_probabilities_and_argmax(
         self, hidden: Float[Tensor, "_ hidden"], labels: Int64[Tensor, "sequences length"]
     ) -> tuple[Float[Tensor, "sequences here"], Int64[Tensor, "sequences here"]]:
-        """Return `log_probabilities`, and for each label the token id of the highest logit at its
-        place; without gradients.
+        """Return the log-probability of each label at this cp rank's tokens (0 where it is
+        IGNORED), and the token id of the highest logit there; without gradients.
         """
         evaluate_rows = partial(log_probabilities_and_argmax, product=self.prepacked)
         values, argmax = self._evaluate_labels(evaluate_rows, hidden, labels)

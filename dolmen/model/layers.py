@@ -118,12 +118,13 @@ class ParameterModule(nn.Module):
     input_axis = SINGLE.tp
     """Axis that cuts the weight's inputs, where it is row-parallel."""
 
-    def __init__(self, params: ParamSpecs, mine: Callable[[Tensor], Tensor] = local):
-        """`mine` selects, of a tensor with one row per output, the rows this rank multiplies by;
-        the default is its local shard.
+    def __init__(self, params: ParamSpecs, local_rows: Callable[[Tensor], Tensor] = local):
+        """Register the parameters of `params`, each of its whole shape on meta. `local_rows`
+        selects, of a tensor with one row per output, the rows that this rank multiplies by
+        (default: its local shard).
         """
         super().__init__()
-        self.local_rows = mine
+        self.local_rows = local_rows
         self.bias = self.lora_A = self.lora_B = self.lora_magnitude = self.weight_scale = None
         self.lora_scale = params["lora_B"].scale if "lora_B" in params else 1.0
         cuts = params["weight"].shards if "lora_B" in params else ()
@@ -250,20 +251,22 @@ class ParameterModule(nn.Module):
 
     def plain_linear(self) -> Linear:
         """Return the local weight, bias, adapter, fp8 rounding and int8 scale, without packing."""
-        mine = self.local_rows
-        bias = None if self.bias is None else mine(self.bias)
+        local_rows = self.local_rows
+        bias = None if self.bias is None else local_rows(self.bias)
         adapter = None
         if self.lora_A is not None and self.lora_B is not None:
-            length = None if self.lora_magnitude is None else mine(self.lora_magnitude)
+            length = None if self.lora_magnitude is None else local_rows(self.lora_magnitude)
             # A has the weight's inputs, B its outputs
-            down, up = local(self.lora_A), mine(self.lora_B)
+            down, up = local(self.lora_A), local_rows(self.lora_B)
             adapter = Adapter(down, up, self.lora_scale, length, self.over_inputs)
-        scale = None if self.weight_scale is None else mine(self.weight_scale)
-        return Linear(mine(self.weight), bias, adapter, self.rounding, scale, cut=self.cut)
+        scale = None if self.weight_scale is None else local_rows(self.weight_scale)
+        return Linear(local_rows(self.weight), bias, adapter, self.rounding, scale, cut=self.cut)
 
 
 def fuse(*modules: ParameterModule) -> None:
-    """Let linears that multiply the same input be packed as one matrix."""
+    """Let linears that multiply the same input be packed as one matrix, without gradients: sets
+    `fused` of each to all of them.
+    """
     for module in modules:
         module.fused = modules
 
@@ -308,16 +311,17 @@ class Norm(ParameterModule):
         self.affine = norm.affine
 
     def forward(
-        self, x: Float[Tensor, "*rows size"], mine: Callable[[Tensor], Tensor] = local
+        self, x: Float[Tensor, "*rows size"], local_rows: Callable[[Tensor], Tensor] = local
     ) -> Float[Tensor, "*rows size"]:
-        """Normalise x over its last dim. `mine` selects, of a per-head weight [heads, size], the
+        """Normalise x over its last dim (RMSNorm or LayerNorm, as the spec says) and multiply by
+        the weight, if there is one. `local_rows` selects, of a per-head weight [heads, size], the
         rows of x's heads.
         """
         with profiling.record_range("norm"):
             # OLMo: no weight and no bias
             if not self.affine:
                 return F.layer_norm(x, (x.shape[-1],), None, None, self.eps)
-            weight = mine(self.weight)
+            weight = local_rows(self.weight)
             if weight.ndim == 2:
                 # per-head LayerNorm (Cohere, StableLM)
                 return F.layer_norm(x, (x.shape[-1],), None, None, self.eps) * weight

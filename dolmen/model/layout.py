@@ -68,6 +68,7 @@ class Layout:
     """
 
     def __post_init__(self):
+        """Raise ValueError for recompute_layers without recomputation."""
         if self.recompute_layers is not None and self.recompute == "none":
             raise ValueError(
                 f"layout.recompute-layers is {self.recompute_layers}, but layout.recompute is "
@@ -81,7 +82,9 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Processes this layout needs; dp must be resolved."""
+        """Number of processes that this layout needs: pp x cp x tp x dp, where an open dp counts as
+        1.
+        """
         return self.inner * (self.dp or 1)
 
     def resolve(self, processes: int | None) -> "Layout":
@@ -267,7 +270,7 @@ class Layout:
 
 @config("layout")
 class TensorParallelLayout:
-    """How the model is split."""
+    """How a served model is split over processes."""
 
     tp: Positive = 1
     """Tensor parallelism: processes that share every layer."""

@@ -65,6 +65,9 @@ class MLP(Branch):
     """
 
     def __init__(self, mlp: spec.MLPSpec, params: ParamSpecs, setting: ModuleContext):
+        """Build gate (if the spec is gated), up and down projections; `params`: their parameters,
+        by names without the layer's prefix.
+        """
         super().__init__()
         activations = ACTIVATIONS if setting.split.tp.exact is None else invariant.ACTIVATIONS
         self.tp, self.act = setting.split.tp, activations[mlp.activation]
@@ -114,8 +117,9 @@ class Router(ParameterModule):
     def forward(
         self, x: Float[Tensor, "n hidden"], chosen: Int64[Tensor, "n k"] | None = None
     ) -> tuple[Float[Tensor, "n experts"], moe.Routing]:
-        """Return the logits and the routing of x. `chosen` [n, k] forces the experts (routing
-        replay); weights are computed from the logits in either case.
+        """Return the fp32 logits of every expert, and the routing: k experts of each token of x,
+        and their weights. `chosen` [n, k] forces the experts (routing replay); weights are computed
+        from the logits in either case.
         """
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         # fp32: in bf16, 8 bits of mantissa, two of 256 logits are often equal, and top-k is
@@ -216,6 +220,9 @@ class MoE(Component):
     """
 
     def __init__(self, experts: spec.MoESpec, params: ParamSpecs, setting: ModuleContext):
+        """Build router, this rank's experts and the shared expert; `params`: their parameters, by
+        names without the layer's prefix.
+        """
         super().__init__()
         split, training = setting.split, setting.training.router
         self.tp = split.tp
@@ -290,7 +297,9 @@ class MoE(Component):
     def _shared_expert(
         self, shared: MLP, x: Float[Tensor, "n hidden"], inputs: LayerInputs
     ) -> Float[Tensor, "n hidden"]:
-        """Return the shared expert's partial sum P@tp of x R@tp, weighted by its gate."""
+        """Return the output of the `shared` expert for x as a partial sum over tp, times the
+        sigmoid of its gate if it has one. x is the same on all ranks of tp.
+        """
         y = shared.part(x, inputs)
         if self.shared_gate is None:
             return y

@@ -42,7 +42,9 @@ class Routes:
 
 
 def choice_slices(spec: ModelSpec) -> dict[int, slice]:
-    """Return the slice of each MoE layer in a token's row of choices; empty for a dense model."""
+    """Return layer number -> slice of its experts among a token's recorded choices, which are the k
+    experts of each MoE layer, layer after layer. Empty for a dense model.
+    """
     slices, first = {}, 0
     for number, block in enumerate(spec.blocks):
         if isinstance(block.mlp, MoESpec):
@@ -54,8 +56,8 @@ def choice_slices(spec: ModelSpec) -> dict[int, slice]:
 def replay_routes(
     spec: ModelSpec, split: ModelSplit, experts: Int64[Tensor, "sequences length choices"]
 ) -> Routes:
-    """Return Routes that force this cp rank's tokens of a microbatch to the experts recorded for
-    all its tokens (of every cp rank): per token the choices of all expert layers, side by side.
+    """Return Routes that force this cp rank's tokens of a microbatch to recorded experts.
+    `experts`: the choices of all tokens of every cp rank, those of all MoE layers side by side.
     """
     # this cp rank's tokens (zigzag), as the decoder splits them
     here = split.cp.split(experts, 1)
@@ -75,9 +77,9 @@ def gather_routes(
     shape: tuple[int, int],
     micros: int,
 ) -> Int64[Tensor, "sequences length choices"]:
-    """Return the recorded choices of all tokens of a batch of `shape` [sequences, length] in
-    `micros` microbatches, the same on every rank of tp, cp and pp. `choices_of`: this rank's
-    records by (microbatch, layer).
+    """Return the recorded expert choices of all tokens of a batch of `shape` [sequences, length] in
+    `micros` microbatches, the same on every rank of cp and pp, over which it is collective.
+    `choices_of`: this rank's records, (microbatch, layer) -> experts of its tokens.
     """
     slices, rows = choice_slices(spec), shape[0] // micros
     choices = max(columns.stop for columns in slices.values())

@@ -43,8 +43,8 @@ class Training:
     """Leaves of all sums, for the same bits at every layout; None: sums as they are fastest."""
 
     def apply_to(self, spec: ModelSpec) -> ModelSpec:
-        """Return the spec that is trained: `spec` with adapters, fp8 rounding, and, where balance
-        is "bias", a balance bias in every router.
+        """Return a copy of `spec` as it is trained: with LoRA adapters, fp8 rounding, and, if
+        balance is "bias", a balance bias in every router.
         """
         if self.adapter is not None:
             spec = replace(spec, adapter=self.adapter)

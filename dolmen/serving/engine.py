@@ -238,10 +238,10 @@ class Engine:
                 f"a rank has {len(model.split.parts)} stages of the model, but generation "
                 "supports one: set --layout.virtual-stages 1"
             )
-        if model.alone is not None and model.alone != weights:
+        if model.packed_only is not None and model.packed_only != weights:
             raise ValueError(
-                f"the model was loaded for --weights {model.alone} only, not {weights}: load it "
-                "again"
+                f"the model was loaded for --weights {model.packed_only} only, not {weights}: load "
+                "it again"
             )
         if weights == "int8":
             device = model.device.type

@@ -180,7 +180,7 @@ def test_a_stage_may_have_nothing_but_matrices():
     """Of OLMo, whose norms have no weight, in eight bits: all that it had is on meta."""
     spec = decoder("grouped").spec
     stage = house.place(spec, SINGLE)
-    stage.alone = "int8"
+    stage.packed_only = "int8"
     known = low(spec, 1, rank=2)
     beside = place_adapters({"few": known}, stage).weights
     assert beside.keys() == known.form.targets

@@ -86,6 +86,7 @@ class ModelSpec:
     """Special tokens that determine prefix and positions; None: positions are plain."""
 
     def __post_init__(self):
+        """Raise ValueError for an initializer_range that is negative or not finite."""
         if not 0 <= self.initializer_range < math.inf:
             raise ValueError(
                 f"initializer_range is {self.initializer_range}: it must be finite and not negative"
@@ -138,7 +139,9 @@ class ModelSpec:
 
     @property
     def experts(self) -> int:
-        """Experts of each MoE layer; 0: none. Raises ValueError if the layers differ."""
+        """Number of experts of each MoE layer; 0 for a dense model. Raises ValueError if layers
+        differ.
+        """
         numbers = {block.mlp.experts for block in self.blocks} - {0}
         if len(numbers) > 1:
             raise ValueError(
@@ -166,13 +169,15 @@ class ModelSpec:
 
     @property
     def by_length(self) -> bool:
-        """True if some layer's rope depends on the length of the sequence."""
+        """True if some layer's rope angles depend on the length of the sequence (dynamic NTK,
+        LongRoPE, Qwen).
+        """
         known = (block.mixer.positions for block in self.blocks)
         return any(p is not None and p.by_length for p in known)
 
     def needs_reprefill(self, length: int, longer: int) -> bool:
         """Return whether a cached sequence must be prefilled again when it grows from `length` to
-        `longer` tokens.
+        `longer` tokens, as LongRoPE rotates sequences beyond its original context by other factors.
         """
         known = (block.mixer.positions for block in self.blocks)
         # LongRoPE: the original context, 4,096 in Phi-3

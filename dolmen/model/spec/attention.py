@@ -95,7 +95,7 @@ class AttentionSpec:
 
     @property
     def head_sizes(self) -> tuple[int, ...]:
-        """Sizes of a key head, with ALiBi's extra dims, and of a value head."""
+        """Size of a key head, with the extra dims of Falcon's ALiBi, and size of a value head."""
         # Falcon's ALiBi: 8 more dims of a key
         carried = 0 if self.positions is None else self.positions.extra_key_dims
         return self.head_size + carried, self.head_size
@@ -107,9 +107,9 @@ class AttentionSpec:
         return f"{plural(self.heads, 'head')}{kv}"
 
     def params(self, stream: ResidualStream) -> ParamSpecs:
-        """Return the parameters of q, k, v, o, norms and sinks. k and v are stored whole on every
-        rank if tp does not divide their heads; a rank then multiplies by the rows of the heads that
-        its queries use.
+        """Return the specs of the parameters of q, k, v, o, norms and sinks, by name. k and v are
+        stored whole on every rank if tp does not divide their heads; a rank then multiplies by the
+        rows of the heads that its queries use.
         """
         hidden = stream.hidden_size
         q, kv = self.heads * self.head_size, self.kv_heads * self.head_size
@@ -186,7 +186,7 @@ class LatentAttentionSpec:
 
     @property
     def head_sizes(self) -> tuple[int, ...]:
-        """Sizes of a key head and of a value head."""
+        """Size of a key head, and size of a value head."""
         return self.head_size, self.value_size
 
     @property
@@ -216,8 +216,8 @@ class LatentAttentionSpec:
         return f"{plural(self.heads, 'head')} of a latent of {self.kv_rank}"
 
     def params(self, stream: ResidualStream) -> ParamSpecs:
-        """Return the parameters. Down projections and their norms are replicated over tp, up
-        projections and o sharded by heads: see dolmen/model/attention.py.
+        """Return the specs of all parameters, by name. Down projections and their norms are
+        replicated over tp, up projections and o are sharded by heads.
         """
         hidden, knob = stream.hidden_size, "num_attention_heads"
         of_heads = ShardSpec("tp", 0, self.heads, knob)

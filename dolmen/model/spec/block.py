@@ -84,8 +84,8 @@ class ParallelResidual:
 
     @property
     def streams(self) -> int:
-        """Tensors of the residual stream's width that backward needs: the input, and the output of
-        each norm.
+        """Number of tensors of the residual stream's width that backward needs of a block: its
+        input, and the output of each norm.
         """
         return 1 + self.norms
 
@@ -96,7 +96,7 @@ class ParallelResidual:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of norms, mixer and mlp in the order of use."""
+        """Names of a block's norms, mixer ("attn") and mlp, in the order of use."""
         if self.norms == 1:
             return "norm", "attn", "mlp"
         return "attn_norm", "attn", "mlp_norm", "mlp"
@@ -119,7 +119,9 @@ class BlockSpec:
     arrangement: Arrangement = SequentialResidual()
 
     def params(self, stream: ResidualStream) -> ParamSpecs:
-        """Return the block's parameters by name, in the order of the arrangement."""
+        """Return the specs of the block's parameters by name, in the order in which its modules are
+        used.
+        """
         norm = self.norm.params(stream.hidden_size)
         branches = {"attn": self.mixer.params(stream), "mlp": self.mlp.params(stream)}
         params: ParamSpecs = {}

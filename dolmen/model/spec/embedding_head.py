@@ -30,8 +30,9 @@ class EmbeddingSpec:
     """
 
     def params(self, hidden: int, tied: bool) -> ParamSpecs:
-        """Return the parameters before the first block: token table, project_in, norm, position and
-        type tables. `tied`: the table is the head's weight too, so it counts multiply-adds.
+        """Return the specs of the parameters before the first block, by name: token table,
+        project_in, norm, position and type tables. `tied`: the table is the head's weight too, so
+        it counts multiply-adds.
         """
         width = self.width or hidden
         # a lookup multiplies nothing; a tied head does
@@ -49,7 +50,9 @@ class EmbeddingSpec:
         }
 
     def output_params(self, hidden: int) -> ParamSpecs:
-        """Return the parameters between final norm and head."""
+        """Return the specs of the parameters between final norm and head: project_out if embedding
+        rows are narrower or wider than the residual stream, else none.
+        """
         return {"project_out.weight": replicated_matrix(self.width, hidden)} if self.width else {}
 
 
@@ -61,7 +64,7 @@ class HeadTransformSpec:
     norm: NormSpec
 
     def params(self, hidden: int) -> ParamSpecs:
-        """Return weight, bias and norm parameters, replicated over tp."""
+        """Return the specs of weight, bias and norm parameters, replicated over tp."""
         return {**replicated_linear(hidden, hidden), **add_prefix("norm", self.norm.params(hidden))}
 
 
@@ -89,8 +92,8 @@ class LMHeadSpec:
     """
 
     def params(self, rows: int, hidden: int) -> ParamSpecs:
-        """Return the head's parameters: weight [rows, hidden] (none if tied to the embedding),
-        bias, transform and next-sentence head.
+        """Return the specs of the head's parameters by name: weight [rows, hidden] (none if tied to
+        the embedding), bias, transform and next-sentence head, as far as it has them.
         """
         cuts = (vocabulary_shard(rows),)
         weight = ParamSpec((rows, hidden), "head", cuts, products=rows * hidden)
@@ -121,8 +124,8 @@ class ScalarHeadSpec:
     follows: ClassVar[bool] = False
 
     def params(self, rows: int, hidden: int) -> ParamSpecs:
-        """Return the weight [1, hidden], replicated over tp; `rows` is unused. Trained together
-        with adapters, as no stored model has it.
+        """Return the spec of the weight [1, hidden], by name, replicated over tp; `rows` is unused.
+        It is trained together with adapters, as no stored model has it.
         """
         score = ParamSpec(
             (1, hidden), "head", gradient="residual", products=hidden, train_with_adapters=True

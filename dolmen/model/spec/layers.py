@@ -50,8 +50,8 @@ class NormSpec:
     def params(
         self, *shape: int, gradient: Gradient = "residual", shards: tuple[ShardSpec, ...] = ()
     ) -> ParamSpecs:
-        """Return the parameters of a norm over `shape` = (features,), or per head (heads,
-        features); replicated over tp but for `shards`.
+        """Return the specs of weight and bias of a norm over `shape` = (features,), or per head
+        (heads, features); empty without a weight. Replicated over tp but for `shards`.
         """
         if not self.affine:
             return {}
@@ -79,7 +79,7 @@ class MLPSpec:
 
     @property
     def experts(self) -> int:
-        """Number of experts a router chooses from: 0, as the layer is dense."""
+        """Number of experts that a router chooses from: 0, as the layer is dense."""
         return 0
 
     def with_balance_bias(self) -> "MLPSpec":
@@ -87,8 +87,8 @@ class MLPSpec:
         return self
 
     def params(self, stream: ResidualStream) -> ParamSpecs:
-        """Return the parameters of gate (if gated) and up, column-parallel, and of down,
-        row-parallel.
+        """Return the specs of the parameters of gate (if gated) and up, column-parallel, and of
+        down, row-parallel.
         """
         hidden, knob = stream.hidden_size, "intermediate_size"
         inner = column_parallel(self.size, hidden, self.bias, ShardSpec("tp", 0, self.size, knob))
@@ -129,8 +129,8 @@ class RouterSpec:
     """
 
     def params(self, experts: int, hidden: int) -> ParamSpecs:
-        """Return the router's weight [experts, hidden] and biases, replicated over tp. Its output
-        multiplies partial sums, so gradients are partial over tp.
+        """Return the specs of the router's weight [experts, hidden] and biases, replicated over tp.
+        Its output multiplies partial sums, so gradients are partial over tp.
         """
         shape = (experts, hidden)
         params = {
@@ -158,6 +158,7 @@ class ClampedSwiGLU:
     limit: float = 7.0
 
     def __post_init__(self):
+        """Raise ValueError for an alpha or limit that is not finite and positive."""
         for name in ("alpha", "limit"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(
@@ -237,11 +238,13 @@ class MoESpec:
         return self.number
 
     def with_balance_bias(self) -> "MoESpec":
-        """Return the spec with a balance bias in its router."""
+        """Return a copy whose router has a balance bias."""
         return replace(self, router=replace(self.router, bias=True))
 
     def params(self, stream: ResidualStream) -> ParamSpecs:
-        """Return the parameters of router, stacked experts, shared expert and its gate."""
+        """Return the specs of the parameters of router, stacked experts, shared expert and its
+        gate, by name.
+        """
         hidden = stream.hidden_size
         # gate and up, sharded over tp by outputs
         inner = self._stacked_matrix(self.size, hidden, 1)
@@ -261,8 +264,8 @@ class MoESpec:
 
     @staticmethod
     def _shared_gate_params(hidden: int) -> ParamSpecs:
-        """Return the shared expert's gate [1, hidden], replicated over tp; it multiplies a partial
-        sum, so its gradient is partial.
+        """Return the spec of the shared expert's gate [1, hidden], by name, replicated over tp; it
+        multiplies a partial sum, so its gradient is partial.
         """
         return {"weight": ParamSpec((1, hidden), "router", gradient="branch", products=hidden)}
 
@@ -275,8 +278,8 @@ class MoESpec:
         return ParamSpec(shape, "expert", cuts, std_scale=std_scale, products=products)
 
     def _bias_params(self, hidden: int) -> ParamSpecs:
-        """Return the experts' biases, each [experts, out]. That of `down` is replicated over tp,
-        where it is added to a partial sum.
+        """Return the specs of the experts' biases by name, each [experts, out]. That of `down` is
+        replicated over tp, where it is added to a partial sum.
         """
         # gate and up biases are sharded with their outputs
         of_experts, of_inner = self._shards(1)

@@ -47,8 +47,9 @@ class LoraSpec:
         return self.alpha / (self.rank if self.scaling == "rank" else math.sqrt(self.rank))
 
     def add_params(self, params: ParamSpecs) -> ParamSpecs:
-        """Return the parameters of a model, frozen, with those of the adapters (and int8 scales)
-        after each weight. Raises KeyError for a target that is no parameter.
+        """Return the specs of a model's parameters, frozen (but for a new scalar head), with those
+        of A and B, DoRA magnitude and int8 scale after each weight that has them. Raises KeyError
+        for a target that is no parameter.
         """
         if left := sorted(self.targets - params.keys()):
             raise KeyError(f"{len(left)} targets of adapters are not parameters, e.g. {left[:3]}")

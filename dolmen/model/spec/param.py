@@ -129,7 +129,7 @@ class ParamSpec:
 
     @property
     def is_vocabulary(self) -> bool:
-        """True if it has a row for each token of the vocabulary."""
+        """True if it has a row for each token of the vocabulary (embedding, LM head and its bias)."""
         return any(cut.option == VOCABULARY for cut in self.shards)
 
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -157,15 +157,15 @@ class ResidualStream:
 
     @property
     def out_scale(self) -> float:
-        """std_scale of the projections that add to the stream, two per layer (Radford et al., 2019,
-        section 2.3).
+        """1 / sqrt(2 layers): factor of the initial standard deviation of projections that add to
+        the residual stream, two per layer (Radford et al., 2019, section 2.3).
         """
         return 1 / math.sqrt(2 * self.layers)
 
 
 def check_sharding(params: ParamSpecs, sizes: Mapping[str, int]) -> None:
-    """Raise ValueError, with the numbers and the option, if a parameter cannot be split over axes
-    of these sizes.
+    """Raise ValueError, with the numbers and the option, if a parameter cannot be split over mesh
+    axes of these sizes (axis -> ranks).
     """
     for param in params.values():
         for cut in param.shards:

@@ -174,7 +174,9 @@ class RopeSpec:
 
     @property
     def reprefill_beyond(self) -> int | None:
-        """Length beyond which a cached sequence must be prefilled again: see `LongRopeScaling`."""
+        """Length in tokens beyond which a cached sequence must be prefilled again, as all of it is
+        rotated by other factors (LongRoPE); None if there is none.
+        """
         return self.scaling.reprefill_beyond if isinstance(self.scaling, LengthScaling) else None
 
     @property
@@ -235,8 +237,8 @@ class PositionTable:
     """
 
     def params(self, hidden: int) -> ParamSpecs:
-        """Return the table (two, for two streams), replicated over tp: [offset + length (+ 1),
-        hidden].
+        """Return the specs of the table (of two, for two position streams) by name: [offset +
+        length (+ 1), hidden], replicated over tp.
         """
         shape = (self.offset + self.length + self.streams - 1, hidden)
         table = ParamSpec(shape, "embedding", gradient="residual")
