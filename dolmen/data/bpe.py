@@ -133,8 +133,8 @@ def _training_texts(
 
 
 def _table(source: DataSource, text_field: str) -> np.ndarray:
-    """Return DOCUMENT records (size and hashes) of the source's documents; their file index is
-    -1.
+    """Return a record of size and hashes of each document of the source (dtype DOCUMENT, with a
+    file index of -1). Reads all text.
     """
     documents, text = Column(DOCUMENT), TextHash()
     for piece in pieces(source, text_field):

@@ -116,6 +116,9 @@ class DataConfig(TextConfig):
     """
 
     def __post_init__(self):
+        """Raise ValueError for options that contradict each other: those of chats, of Megatron's
+        order, and of the validation split.
+        """
         if self.rows != "text" and self.order != "dolmen":
             raise ValueError(
                 f"data.order {self.order} orders windows of text, but data.rows is {self.rows}: "

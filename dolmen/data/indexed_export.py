@@ -56,8 +56,8 @@ def tokenize(config: TokenizeConfig, progress: bool = True) -> Tokenized:
 
 
 def boundaries(corpus: Corpus) -> np.ndarray:
-    """First token of each sequence, counted over all of the corpus, and their number: int64
-    [sequences + 1]. Empty sequences are dropped.
+    """Return the position, in the tokens of the whole corpus, at which each sequence starts, and at
+    the end the number of tokens: int64 [sequences + 1]. Empty sequences are dropped.
     """
     bases = np.cumsum([0] + [len(tokens) for tokens in corpus.memory])
     return np.unique(
@@ -71,7 +71,7 @@ def boundaries(corpus: Corpus) -> np.ndarray:
 
 
 def blocks(corpus: Corpus) -> Iterator[np.ndarray]:
-    """Yield all tokens in order, at most BLOCK at a time."""
+    """Yield all tokens of the corpus in order, as arrays of at most BLOCK tokens."""
     for tokens in corpus.memory:
         for first in range(0, len(tokens), BLOCK):
             yield tokens[first : first + BLOCK]

@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
 
     @property
     def every_source(self) -> tuple[DataSource, ...]:
-        """The sources of training and of validation."""
+        """The sources of training, followed by that of validation, if there is one."""
         return (*self.sources, *([self.validation] if self.validation else []))
 
 
@@ -163,13 +163,13 @@ def look_at(source: DataSource, text_field: str, least: int) -> str:
     return first.text
 
 
-def same_files(source: DataSource, judge: DataSource) -> bool:
-    """True if each file of `source` is also a file of `judge`, by its bytes. Reads only files with
-    a counterpart of the same size.
+def same_files(source: DataSource, validation: DataSource) -> bool:
+    """Return True if each file of `source` is also a file of `validation`, by its bytes. Reads only
+    files with a counterpart of the same size.
     """
     if source.hubs:
         return False
-    ours, theirs = ([*data.files, *data.indexed] for data in (source, judge))
+    ours, theirs = ([*data.files, *data.indexed] for data in (source, validation))
     paths, sizes = set(theirs), defaultdict(list)
     for file in theirs:
         sizes[file.stat().st_size].append(file)

@@ -70,6 +70,9 @@ class ObjectiveConfig:
     """reward: weight of the squared sum of a pair's scores, which centres scores at 0."""
 
     def __post_init__(self):
+        """Raise ValueError for hyperparameters of DPO out of range, and for options that the
+        objective, or DPO's loss_type, does not have.
+        """
         if self.name == "dpo":
             check_dpo(self.beta, self.loss_type, self.label_smoothing, self.rpo_alpha)
         for field in fields(self):

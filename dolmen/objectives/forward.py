@@ -35,11 +35,10 @@ def forward(
     route_callback: Callable[[int, int, Tensor], None] | None = None,
 ) -> list[T]:
     """Run the forward of all microbatches without gradients. Return `head_function(hidden, head,
-    microbatch)` of each, in order, on the ranks of the last stage; elsewhere an empty list.
-
-    `order` is a schedule of forwards only. To be called within `inference`, by every rank.
-    `route_callback(microbatch, layer, experts)` is called for each sparse layer of this rank with
-    the experts that its tokens are routed to.
+    microbatch)` of each, in order, on the ranks of the last pipeline stage; elsewhere an empty
+    list. `order` is a schedule of forwards only. To be called within `inference`, by every rank.
+    `route_callback(microbatch, layer, experts)` is called for each MoE layer of this rank with the
+    experts that its tokens are routed to.
     """
     results: dict[int, T] = {}
     parts = batch.to(mesh.device).split(order.micros)
@@ -94,9 +93,10 @@ def log_probabilities(
 def routed_log_probabilities(
     model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule, temperature: float = 1.0
 ) -> Float[Tensor, "sequences length numbers"]:
-    """Return `log_probabilities`, followed by the experts that each token was routed to in all
-    sparse layers (model/routing_replay.py): [sequences, length, 1 + choices], in one dtype that is
-    exact for both. Raises ValueError for a model without experts.
+    """Return, for each token of this rank's rows, the log-probability of its label (0 where it is
+    IGNORED), followed by the experts that it was routed to in all MoE layers: [sequences, length, 1
+    + choices], in one dtype that is exact for both, on every rank of tp, cp and pp. Raises
+    ValueError for a model without experts.
     """
     check_head("a log-probability", spec.LMHeadSpec, model.spec)
     if not model.spec.experts:

@@ -20,7 +20,7 @@ Metrics = dict[str, Tensor]
 
 
 def valid_tokens(mask: Shaped[Tensor, "rows tokens"]) -> Bool[Tensor, "rows tokens"]:
-    """Return where a mask is not 0."""
+    """Return True where a mask, of any dtype, is not 0."""
     return mask != 0
 
 
@@ -68,9 +68,10 @@ def aggregate(
     reduce: Reduce,
     empty: Empty,
 ) -> Float[Tensor, ""]:
-    """Return the mean of the valid values: over all tokens, or over rows of their means, by
-    `reduce` ("token-mean", "sequence-mean"); `empty` as in `sequence_mean`. Raises ValueError for
-    another `reduce`.
+    """Return the mean of the valid values: over all tokens ("token-mean"), or over rows of each
+    row's mean ("sequence-mean"), by `reduce`. Rows without valid values are left out of a mean over
+    rows, or count as 0, by `empty` ("left-out", "counted"). Raises ValueError for another `reduce`
+    or `empty`.
     """
     match reduce:
         case "token-mean":

@@ -51,13 +51,16 @@ class GRPOLoss:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The metrics that the loss reports."""
+        """The metrics that the loss reports: clip_fraction, ratio, kl_k3, and reference_kl if beta
+        is not 0.
+        """
         kl = ("reference_kl",) if self.beta else ()
         return ("clip_fraction", "ratio", "kl_k3", *kl)
 
     def count(self, batch: Batch) -> float:
-        """Return the divisor of the loss: trained tokens for kinds in BY_TOKENS, else rows. Raises
-        ValueError for a batch without the numbers that the loss reads.
+        """Return the divisor of the loss: the number of trained tokens for bnpo, dapo and cispo,
+        else of rows. Raises ValueError for a batch without old log-probabilities, advantages, or,
+        with a beta, reference log-probabilities.
         """
         # without a KL term no reference is computed
         needed = (OLD, ADVANTAGE, REFERENCE) if self.beta else (OLD, ADVANTAGE)
@@ -68,7 +71,9 @@ class GRPOLoss:
         return (batch.real_tokens or NO_TOKENS) if self.kind in BY_TOKENS else len(batch.labels)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
-        """Return the loss of a microbatch; log-probabilities are gathered over cp first."""
+        """Return the summed loss of a microbatch and its metrics; log-probabilities are gathered
+        over cp first, as means over rows need whole rows.
+        """
         # means over rows need rows that are complete over cp
         new = head.gather_tokens(head.log_probabilities(hidden, batch.labels, self.temperature))
         return self.compute_loss(new, None, head, batch)
@@ -109,9 +114,9 @@ class GRPOLoss:
         return LossOutput(head.shared(mean * size), metrics)
 
     def _row_metrics(self, loss: LossFunction, new: Tensor, batch: Batch) -> list[Tensor]:
-        """Return the sums over rows of the metrics of each row by itself, weighted by its tokens
-        for kinds in BY_TOKENS. Row by row, so that the split into microbatches does not change a
-        metric.
+        """Return the sum over rows of each metric in `names`, computed of each row by itself and,
+        for bnpo, dapo and cispo, times its trained tokens. Row by row, so that the split into
+        microbatches does not change a metric.
         """
         sums = [new.new_zeros(()) for _ in self.names]
         for row in range(len(new)):
@@ -135,7 +140,9 @@ class GRPOWithEntropy(GRPOLoss):
         return (*super().names, "entropy")
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
-        """Return the loss of a microbatch, with the entropy of each token's distribution."""
+        """Return the summed loss of a microbatch, minus the bonus for the entropy of each token's
+        distribution, and its metrics.
+        """
         new, entropy = head.log_probabilities_and_entropy(hidden, batch.labels, self.temperature)
         return self.compute_loss(head.gather_tokens(new), head.gather_tokens(entropy), head, batch)
 
@@ -164,18 +171,20 @@ class PPOPolicyLoss:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The metrics that the loss reports."""
+        """The metrics that the loss reports: clip_fraction, ratio, kl_k1, kl_k3, and
+        dual_clip_fraction with a dual clip.
+        """
         dual = () if self.dual_clip is None else ("dual_clip_fraction",)
         return ("clip_fraction", "ratio", "kl_k1", "kl_k3", *dual)
 
     def count(self, batch: Batch) -> float:
-        """Return the number of trained tokens. Raises ValueError for a batch without OLD or
-        ADVANTAGE.
+        """Return the number of trained tokens, by which the loss is divided. Raises ValueError for
+        a batch without old log-probabilities or advantages.
         """
         return _count(batch, (OLD, ADVANTAGE))
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
-        """Return the loss of a microbatch."""
+        """Return the sum over this rank's tokens of the clipped surrogate loss, and of its metrics."""
         new = head.log_probabilities(hidden, batch.labels, self.temperature)
         return self.compute_loss(new, None, head, batch)
 
@@ -211,7 +220,9 @@ class PPOWithEntropy(PPOPolicyLoss):
         return (*super().names, "entropy")
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
-        """Return the loss of a microbatch, with the entropy of each token's distribution."""
+        """Return the sum over this rank's tokens of the clipped surrogate loss, minus the bonus for
+        the entropy of each token's distribution, and of the metrics.
+        """
         new, entropy = head.log_probabilities_and_entropy(hidden, batch.labels, self.temperature)
         return self.compute_loss(new, entropy, head, batch)
 
@@ -226,19 +237,21 @@ class PPOValueLoss:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The metrics that the loss reports."""
+        """The metrics that the loss reports: clip_fraction and squared_error."""
         return ("clip_fraction", "squared_error")
 
     def count(self, batch: Batch) -> float:
-        """Return the number of trained tokens. Raises ValueError for a batch without VALUE or
-        RETURN.
+        """Return the number of trained tokens, by which the loss is divided. Raises ValueError for
+        a batch without old values or returns.
         """
         return _count(batch, (VALUE, RETURN))
 
     def __call__(
         self, hidden: Float[Tensor, "_ hidden"], head: ScalarHead, batch: Batch
     ) -> LossOutput:
-        """Return the loss of a microbatch."""
+        """Return the sum over this rank's tokens of the clipped squared error of the critic's
+        values, and of its metrics.
+        """
         old, returns = (head.local_tokens(batch.numbers[name]) for name in (VALUE, RETURN))
         valid = head.local_tokens(batch.labels) != IGNORED
         mean, metrics = policy.value_loss(head.values(hidden), old, returns, valid, clip=self.clip)

@@ -51,7 +51,7 @@ class CompletionIndex:
 
     @cached_property
     def document(self) -> Int64[Tensor, "sequences length"]:
-        """The index of each token's document in its row."""
+        """The index of each token's document (completion or padding) within its row."""
         # a token that is at the start of its document begins the next index
         starts, places = self.batch.starts, self._positions
         return (starts == places).cumsum(1) - 1
@@ -103,8 +103,9 @@ class PairIndex(CompletionIndex):
         return self.last[0::2] >= 0
 
     def pair_up(self, values: Shaped[Tensor, "sequences documents"]) -> PairValues:
-        """Return values per completion as those of chosen and of rejected ones, by numbers[SIDE];
-        without it the even rows are chosen.
+        """Split a value per completion into those of the chosen and of the rejected completion of
+        each pair. Completion k of row 2 i is paired with completion k of row 2 i + 1; the chosen
+        one has a positive numbers[SIDE], and without these it is the one in the even row.
         """
         # completion k of row 2 i against completion k of row 2 i + 1
         first, second = values[0::2], values[1::2]
@@ -120,8 +121,8 @@ class PairIndex(CompletionIndex):
         scores: PairValues,
         head: ModelHead,
     ) -> LossOutput:
-        """Return the sums over pairs of their losses and of METRICS of `scores`. Every rank of cp
-        has all pairs, so each takes its share of the sum.
+        """Return the sums over pairs of `losses`, and of accuracy (chosen score larger) and margin
+        (difference) of `scores`. Every rank of cp has all pairs, so each takes 1 / cp of the sums.
         """
         metrics = pair_scores(scores.chosen.detach(), scores.rejected.detach())
         return self._sums(losses, [metrics[name] for name in METRICS], head)
@@ -133,20 +134,23 @@ class PairIndex(CompletionIndex):
         logps: PairValues,
         head: ModelHead,
     ) -> LossOutput:
-        """Return the sums over pairs of their losses, and of REWARDS and LOGPS; shared over cp as
-        in `score_output`.
+        """Return the sums over pairs of `losses`, and of accuracy and margin of the rewards, of the
+        rewards and of the log-probabilities of both sides. Every rank of cp has all pairs, so each
+        takes 1 / cp of the sums.
         """
         rewards, logps = (PairValues(*(x.detach() for x in pair)) for pair in (rewards, logps))
         accuracy, margin = pair_scores(*rewards).values()
         return self._sums(losses, [accuracy, margin, *rewards, *logps], head)
 
     def _sums(self, losses: Tensor, metrics: list[Tensor], head: ModelHead) -> LossOutput:
-        """Return losses and metrics summed over pairs, this rank's share of cp."""
+        """Return the sums of losses and metrics over pairs, padding left out, times 1 / cp."""
         sums = tuple(head.shared(self.total(metric)) for metric in metrics)
         return LossOutput(head.shared(self.total(losses)), sums)
 
     def total(self, per_pair: Float[Tensor, "rows documents"]) -> Float[Tensor, ""]:
-        """Return the sum over pairs, padding left out."""
+        """Return the sum of a value per pair over all real pairs; padding, which may be NaN, is
+        left out.
+        """
         # torch.where and not a product: padding may be NaN
         return torch.where(self.real, per_pair, 0.0).sum()
 
@@ -177,16 +181,16 @@ def count_pairs(batch: Batch) -> int:
 def pair_scores(
     chosen: Float[Tensor, "*pairs"], rejected: Float[Tensor, "*pairs"]
 ) -> dict[str, Float[Tensor, "*pairs"]]:
-    """Return METRICS of each pair: accuracy is 1 where the chosen score is larger, else 0; margin
-    is the difference.
+    """Return, for each pair, "accuracy", 1 where the chosen score is larger, else 0, and "margin",
+    the difference of the scores.
     """
     margins = chosen - rejected
     return {"accuracy": (margins > 0).to(margins.dtype), "margin": margins}
 
 
 def mean_metrics(chosen: Float[Tensor, " pairs"], rejected: Float[Tensor, " pairs"]) -> Metrics:
-    """Return the means over pairs of METRICS and of the rewards (or scores) of both sides,
-    detached.
+    """Return the means over pairs of accuracy (1 where the chosen score is larger), margin (the
+    difference), and the chosen and the rejected scores, by these names and without gradient.
     """
     chosen, rejected = chosen.detach(), rejected.detach()
     means = {name: scores.mean() for name, scores in pair_scores(chosen, rejected).items()}

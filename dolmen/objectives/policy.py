@@ -202,8 +202,10 @@ def _aggregate_losses(
     max_length: int | None,
     empty: Empty,
 ) -> Float[Tensor, ""]:
-    """Return the mean of token losses that belongs to the kind (see `grpo_loss`). Raises ValueError
-    for an unknown kind, and for dr-grpo without `max_length`.
+    """Return the mean of token losses that belongs to the `kind`: over rows of their means (grpo,
+    gspo), over tokens (bnpo, dapo, cispo), or the sum over tokens divided by rows x max_length
+    (dr-grpo). `empty`: whether rows without valid tokens count. Raises ValueError for an unknown
+    kind, and for dr-grpo without `max_length`.
     """
     match kind:
         # completions count alike, whatever their length
@@ -231,8 +233,8 @@ def _ratio_metrics(
     is_clipped: Bool[Tensor, "rows tokens"],
     valid: Bool[Tensor, "rows tokens"],
 ) -> Metrics:
-    """Return the mean metrics over valid tokens: clip_fraction, ratio, and the KL estimates k1 and
-    k3 of old from new.
+    """Return means over valid tokens: the share that is clipped, the ratio, and the estimates k1
+    and k3 of KL(old || new); without gradient.
     """
     old, new = masked.zero_outside(old, valid), masked.zero_outside(new, valid)
     return {

@@ -74,10 +74,13 @@ class DPO:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The metrics: rewards and log-probabilities of both sides."""
+        """The metrics: accuracy, margin and means of the implied rewards, and log-probabilities of
+        both sides.
+        """
         return (*pairs.REWARDS, *pairs.LOGPS)
 
     def __post_init__(self):
+        """Raise ValueError for an unknown kind and for hyperparameters out of range."""
         check_dpo(self.beta, self.kind, self.label_smoothing, self.rpo_alpha)
 
     def count(self, batch: Batch) -> float:
@@ -116,10 +119,13 @@ class ReferenceFreePreference:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The metrics: rewards and log-probabilities of both sides."""
+        """The metrics: accuracy, margin and means of the implied rewards, and log-probabilities of
+        both sides.
+        """
         return (*pairs.REWARDS, *pairs.LOGPS)
 
     def __post_init__(self):
+        """Raise ValueError for hyperparameters out of range."""
         check_dpo(self.beta, self.kind, self.label_smoothing)
 
     def count(self, batch: Batch) -> float:
@@ -160,6 +166,7 @@ class KTO:
         return pairs.METRICS
 
     def __post_init__(self):
+        """Raise ValueError for a beta that is out of range."""
         check_dpo(self.beta, "kto", 0.0)
 
     def count(self, batch: Batch) -> float:
@@ -177,20 +184,20 @@ class KTO:
         # SIDE is 1 or -1 for a desirable or undesirable completion, 0 for a mismatched one
         first = side[0::2] != 0  # which of the two rows has the completion of the prompt
         # the completion of its own prompt, and the one that belongs to another prompt
-        own_ratio = torch.where(first, ratios[0::2], ratios[1::2])
+        matching = torch.where(first, ratios[0::2], ratios[1::2])
         mismatched = torch.where(first, ratios[1::2], ratios[0::2])
         preferred = torch.where(first, side[0::2], side[1::2]) > 0
         completions = index.real.sum(1, keepdim=True).clamp(min=1)
         # z of the paper: one estimate for each pair of rows
         kl = torch.where(index.real, mismatched, 0.0).sum(1, keepdim=True) / completions
         weights = self.desirable_weight, self.undesirable_weight
-        losses = kto_losses(own_ratio, preferred, kl, self.beta, *weights)
+        losses = kto_losses(matching, preferred, kl, self.beta, *weights)
         # a KL is not negative, its estimate may be; no gradient, as in the paper
-        kl_baseline = kl.detach().clamp(min=0).expand_as(own_ratio)
+        kl_baseline = kl.detach().clamp(min=0).expand_as(matching)
         # margin to z, on the side where the completion belongs
         better = pairs.PairValues(
-            torch.where(preferred, own_ratio, kl_baseline),
-            torch.where(preferred, kl_baseline, own_ratio),
+            torch.where(preferred, matching, kl_baseline),
+            torch.where(preferred, kl_baseline, matching),
         )
         scores = pairs.PairValues(self.beta * better.chosen, self.beta * better.rejected)
         return index.score_output(losses, scores, head)

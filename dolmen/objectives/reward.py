@@ -95,7 +95,9 @@ class PairwiseRewardLoss:
     def pair_output(
         self, index: pairs.PairIndex, losses: Tensor, rewards: pairs.PairValues, head: ScalarHead
     ) -> LossOutput:
-        """Return the sums over pairs of losses and metrics; subclasses add metrics."""
+        """Return the sums over pairs of `losses` and of the metrics accuracy and margin; subclasses
+        add metrics. Each cp rank returns its share of the sums.
+        """
         return index.score_output(losses, rewards, head)
 
 
@@ -116,7 +118,9 @@ class CalibratedRewardLoss(PairwiseRewardLoss):
     def pair_output(
         self, index: pairs.PairIndex, losses: Tensor, rewards: pairs.PairValues, head: ScalarHead
     ) -> LossOutput:
-        """Return the sums over pairs of losses and metrics, those of the bins included."""
+        """Return the sums over pairs of `losses`, of accuracy and margin, and, for each bin of
+        confidence, of the pairs in it and of those that are also ranked correctly.
+        """
         output = super().pair_output(index, losses, rewards, head)
         margins = (rewards.chosen - rewards.rejected).detach()
         # confidence is in [1 / 2, 1): stretched to [0, 1) before it is cut into bins

@@ -70,8 +70,9 @@ def check_options(config: GenerateConfig) -> None:
 
 
 def resolve_rewards(config: GenerateConfig, source: ModelSource) -> dict[str, ModelSource]:
-    """Open the reward models of --reward (name -> model), and start and stop its functions. Raises
-    ValueError for rewards that do not exist or do not fit the model of `source`.
+    """Open the reward models of --reward and return them by name; start each reward function once
+    and stop it again, to see that it works. Raises ValueError for rewards that do not exist or do
+    not fit the model of `source`.
     """
     models: dict[str, ModelSource] = {}
     for _, name in parse_rewards(config.reward):

@@ -127,6 +127,9 @@ class RolloutConfig:
     """
 
     def __post_init__(self):
+        """Raise ValueError for rewards' options with distillation, which has none, and for an
+        overlong_buffer above max_new_tokens.
+        """
         if self.distills and (self.max_resamples or self.overlong_buffer or self.reward_kl_coef):
             raise ValueError(
                 "rollout.advantage-estimator distillation has no rewards: leave out "
@@ -224,6 +227,9 @@ class PPOConfig:
     """
 
     def __post_init__(self):
+        """Raise ValueError for only one of pretraining_coef and pretraining_path, and for a
+        kl_target with a kl_coef of 0.
+        """
         if bool(self.pretraining_coef) != bool(self.pretraining_path):
             paths = " ".join(self.pretraining_path) or "none"
             raise ValueError(

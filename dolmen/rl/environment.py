@@ -47,6 +47,9 @@ class UserEnvironment:
     """
 
     def __init__(self, name: str, timeout: float):
+        """`name`: MODULE:FUNCTION. `timeout`: seconds per call. The process starts with the first
+        call.
+        """
         self.worker = FunctionWorker("turn", name, timeout)
 
     def __enter__(self) -> "UserEnvironment":
@@ -57,7 +60,10 @@ class UserEnvironment:
         self.worker.stop()
 
     def __call__(self, prompt: Prompt, turns: list[str]) -> EnvironmentTurn:
-        """Return the function's turn; a failed call ends the completion, with its reason."""
+        """Call the user's function with the prompt, the texts of all turns so far and the prompt's
+        row, and return its turn: a text, or None to end the completion. A failed call ends it, with
+        its reason.
+        """
         request = {"prompt": prompt.content, "turns": turns, "row": prompt.row}
         reply: dict[str, Any] = self.worker.call(request)
         return EnvironmentTurn(reply.get("turn"), reply.get("failed", ""))

@@ -46,6 +46,10 @@ class FunctionWorker:
     """
 
     def __init__(self, kind: Literal["reward", "turn"], name: str, timeout: float):
+        """`kind`: what the function returns, a reward or an environment's turn. `name`:
+        MODULE:FUNCTION. `timeout`: seconds per call. The process starts with `start`, or the first
+        call.
+        """
         self.kind, self.name, self.timeout = kind, name, timeout
         self.requests = 0
         """Requests sent so far; each has a number, which its reply repeats."""
@@ -106,8 +110,8 @@ class FunctionWorker:
             raise ValueError(f"{self.kind} {self.name}: {why}")
 
     def _send(self, line: str, timeout: float) -> dict[str, Any] | None:
-        """Send a line and return the reply; None where none comes within `timeout` seconds, or the
-        process has ended.
+        """Send a line of JSON to the worker process and return its reply; None if none comes within
+        `timeout` seconds, or the process has ended.
         """
         assert self.process is not None and self.process.stdin is not None
         try:
@@ -118,8 +122,8 @@ class FunctionWorker:
         return self._read(timeout)
 
     def _read(self, timeout: float) -> dict[str, Any] | None:
-        """Return the next reply; None where none comes within `timeout` seconds, or the pipe is
-        closed.
+        """Return the worker process's next reply, {} for a line that is no JSON object; None if
+        none comes within `timeout` seconds, or its pipe is closed.
         """
         assert self.replies is not None
         end = time.monotonic() + timeout
@@ -238,8 +242,8 @@ KINDS = {"reward": compute_reward, "turn": compute_turn}
 
 
 def make_reply(kind: str, function: Callable[..., Any], line: str) -> Reply:
-    """Return the reply to a request line, with its number; exceptions of the function become
-    {"failed": reason}.
+    """Call the user's function for a request (a line of JSON) and return the reply with the
+    request's number; an exception of the function becomes {"failed": reason}.
     """
     request = json.loads(line)
     number = {"number": request.pop("number")}

@@ -78,7 +78,7 @@ class GenerationModel:
         local_names = {name for name, _ in self.model.named_parameters()}
 
         def stream(write: Callable[[str, Tensor], None]) -> None:
-            """Write each parameter of this rank's stage."""
+            """Call `write(name, full tensor)` for each parameter of this rank's stage."""
             for name, value in full_parameters(policy, self.training_mesh):
                 if name in local_names:  # of this rank's stage
                     write(name, value)
@@ -282,7 +282,9 @@ def resample_degenerate_groups(
 
 
 def _degenerate_numbers(samples: Sequence[HasReward], group_size: int) -> list[int]:
-    """Return the indices of the groups whose rewards are all equal."""
+    """Return the indices of the groups of `group_size` consecutive samples whose rewards are all
+    equal; failed rewards (NaN) are ignored.
+    """
     rewards = torch.tensor([sample.reward for sample in samples])
     return degenerate_groups(rewards, group_size).nonzero()[:, 0].tolist()
 

@@ -135,6 +135,10 @@ class RolloutBatches:
         setup: RolloutSetup,
         multi_turn: MultiTurn | None = None,
     ):
+        """`loader`: the prompts. `models`, `reward`: what samples and scores. `setup`: where and
+        how. `multi_turn`: the environment of multi-turn completions; None: single turns. Raises
+        ValueError if the completions of an iteration are no whole number of global batches.
+        """
         self.config, self.loader, self.models = config, loader, models
         self.reward, self.setup, self.mesh = reward, setup, setup.mesh
         self.multi_turn = multi_turn
@@ -169,8 +173,8 @@ class RolloutBatches:
 
     def _load_or_make(self, first_step: int) -> Rollout:
         """Return the rollout of the iteration that begins at `first_step`, read from its file or
-        else sampled, and load the trained models back onto the device. Raises Damaged for a file
-        that cannot be used.
+        else sampled; add its metrics, and load the trained models back onto the device. Raises
+        Damaged for a file that cannot be used.
         """
         out = self.setup.out
 
@@ -430,8 +434,8 @@ class RolloutBatches:
         )
 
     def report(self, rollout: Rollout) -> None:
-        """Add the metrics of a rollout, sampled or read from its file: mean and deviation of
-        rewards, and the log-probability difference between trainer and generator.
+        """Add to `metrics`, for a rollout that was sampled or read from its file: mean and
+        deviation of rewards, and the difference of log-probabilities between trainer and generator.
         """
         rewards = rollout.rewards[~rollout.rewards.isnan()]
         self.metrics |= rollout.logprob_difference() | {
@@ -441,7 +445,7 @@ class RolloutBatches:
         }
 
     def _report_sampling(self, rollout: Rollout, completions: Sequence[Completion]) -> None:
-        """Add the metrics that are known only when completions were just sampled: mean length,
+        """Add to `metrics` what is known only of completions that were just sampled: mean length,
         share that is finished, accepted share of drafts, KL from the reference.
         """
         lengths = torch.tensor([float(sum(completion.sampled)) for completion in completions])
@@ -499,8 +503,8 @@ class PPORolloutBatches(RolloutBatches):
         return compute_ppo_targets(rollout, reference, values, self.ppo, self.kl_controller.value)
 
     def report(self, rollout: Rollout) -> None:
-        """Add the metrics of a rollout, and move the KL coefficient for the next iteration by its
-        KL.
+        """Add the metrics of a rollout to `metrics`, explained variance and entropy among them, and
+        adapt the KL coefficient for the next iteration to this one's KL.
         """
         super().report(rollout)
         assert isinstance(rollout, PPORollout)

@@ -43,7 +43,7 @@ class OffloadableMemory:
 
     @property
     def bytes(self) -> int:
-        """Bytes currently offloaded."""
+        """Bytes of this memory that are currently offloaded; 0 while it is on the device."""
         return sum(size for _, size in self.offloaded)
 
     def offload(self) -> None:

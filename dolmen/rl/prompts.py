@@ -56,6 +56,9 @@ class Prompts:
     """
 
     def __init__(self, name: str, prompts: Sequence[Prompt], repeats: int, seed: int):
+        """`name`: of the data source, for messages. `repeats`: samples that each prompt counts as.
+        `seed`: decides the order.
+        """
         self.name, self.prompts, self.repeats, self.seed = name, prompts, repeats, seed
 
     @property
@@ -78,8 +81,9 @@ class Prompts:
         return {self.name: samples / (self.repeats * len(self.prompts))}
 
     def index(self, number: int, attempt: int = 0) -> int:
-        """Return the index in `prompts` of the run's prompt number `number`. Each resampling
-        `attempt` has a permutation of its own.
+        """Return the index in `prompts` of prompt number `number` of the run, counted over all
+        epochs: each epoch is a new permutation. A resampling `attempt` above 0 uses other
+        permutations.
         """
         seed = seed_of(self.seed, "again", attempt) if attempt else self.seed
         return shuffle_row(number, len(self.prompts), seed)
@@ -98,7 +102,7 @@ class NoValidation:
         first_row: int = 0,
         rows: int | None = None,
     ) -> Iterator[Batch]:
-        """Yield nothing."""
+        """Yield no batch."""
         yield from ()
 
 
@@ -140,7 +144,9 @@ class PromptLoader(Loader):
         return super().epochs(step) | {f"pretraining {name}": n for name, n in read.items()}
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-        """Raise AssertionError: batches come from RolloutBatches."""
+        """Raise AssertionError: batches of completions come from RolloutBatches, which samples
+        them.
+        """
         raise AssertionError(
             "completions are sampled before they are trained on: see RolloutBatches"
         )

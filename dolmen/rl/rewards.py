@@ -79,9 +79,11 @@ class RewardFunction(ABC):
         ...
 
     def __enter__(self) -> "RewardFunction":
+        """Return the reward function itself; nothing is started."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Do nothing; subclasses stop their worker process."""
         return None
 
 
@@ -89,10 +91,15 @@ class RuleReward(RewardFunction):
     """A reward by a built-in rule; a row without the field that it compares with has no reward."""
 
     def __init__(self, rule: Callable[[RewardInput], float]):
+        """`rule`: returns the reward of a completion; a KeyError of it means that the row lacks a
+        field.
+        """
         self.rule = rule
 
     def __call__(self, completion: RewardInput) -> RewardResult:
-        """Return the rule's reward, or the reason why it has none."""
+        """Return the rule's reward, or, if the row lacks a field that the rule reads, the reason
+        why there is none.
+        """
         try:
             return RewardResult(self.rule(completion))
         except KeyError as error:
@@ -136,6 +143,7 @@ class UserReward(RewardFunction):
     """
 
     def __init__(self, name: str, timeout: float):
+        """`name`: MODULE:FUNCTION. `timeout`: seconds per call."""
         self.worker = FunctionWorker("reward", name, timeout)
 
     def __exit__(self, *_: object) -> None:
@@ -331,6 +339,7 @@ class CombinedReward:
         return [part.scorer.model for part in self.parts if isinstance(part.scorer, RewardModel)]
 
     def __enter__(self) -> "CombinedReward":
+        """Return this reward; worker processes start with the first call."""
         return self
 
     def __exit__(self, *_: object) -> None:

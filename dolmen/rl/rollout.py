@@ -58,8 +58,9 @@ class Rollout:
     """Experts that each token was routed to, for routing replay; 0 choices without it."""
 
     def batch(self, rows: slice | Int64[Tensor, " rows"]) -> Batch:
-        """Return these completions as a training batch, with the numbers per token that the losses
-        read.
+        """Return the completions `rows` as a training batch: tokens and labels, padding as a
+        document of its own, per-token numbers for the losses (log-probabilities, advantages), and
+        recorded experts.
         """
         tokens, labels = self.tokens[rows], self.labels[rows]
         batch = Batch(
@@ -71,7 +72,9 @@ class Rollout:
 
     @property
     def numbers(self) -> dict[str, Float[Tensor, "completions length"]]:
-        """The numbers per token that the policy's objective reads."""
+        """Old log-probabilities, advantages and reference log-probabilities [completions, length],
+        by the names under which the policy's objective reads them.
+        """
         return {
             OLD: self.old_logprobs,
             ADVANTAGE: self.advantages,
@@ -80,7 +83,7 @@ class Rollout:
 
     @property
     def trained(self) -> Bool[Tensor, "completions length"]:
-        """True where a position has a label."""
+        """True where a position has a label, so that it is trained on [completions, length]."""
         return self.labels != IGNORED
 
     def logprob_difference(self) -> dict[str, float]:
@@ -115,7 +118,10 @@ class PPORollout(Rollout):
 
     @property
     def numbers(self) -> dict[str, Tensor]:
-        """The numbers per token that policy and critic read."""
+        """Old log-probabilities, advantages, reference log-probabilities, values and returns
+        [completions, length], by the names under which the objectives of policy and critic read
+        them.
+        """
         return {**super().numbers, VALUE: self.values, RETURN: self.returns}
 
     def explained_variance(self) -> float:

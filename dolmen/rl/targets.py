@@ -90,8 +90,8 @@ def compute_advantages(rollout: Rollout, config: RolloutConfig) -> Rollout:
 
 
 def _kl_rewards(rollout: Rollout, config: RolloutConfig) -> Float[Tensor, "completions length"]:
-    """Return -reward_kl_coef KL (k1) from the reference at each position, also of those without a
-    label.
+    """Return -reward_kl_coef times the KL from the reference model (estimator k1), per position,
+    also at positions without a label.
     """
     kl = advantage.kl(rollout.old_logprobs, rollout.reference_logprobs, estimator="k1")
     return -config.reward_kl_coef * kl
@@ -100,11 +100,10 @@ def _kl_rewards(rollout: Rollout, config: RolloutConfig) -> Float[Tensor, "compl
 def compute_ppo_targets(
     rollout: Rollout, reference: Tensor, values: Tensor, ppo: PPOConfig, kl_coef: float
 ) -> PPORollout:
-    """Return the rollout with GAE advantages, returns and the critic's `values` (0 without a
-    label):
-
-       reward of the completion at its last token - kl_coef KL at each token
-       -> GAE -> advantages, whitened over the iteration, and returns
+    """Return the rollout with PPO's targets of each token: rewards (that of the completion at its
+    last token, minus kl_coef times the KL from `reference` log-probabilities at each token), and
+    from these and the critic's `values` GAE advantages, whitened over the iteration, and returns.
+    The values are stored too. All are 0 at positions without a label.
     """
     trained = rollout.trained
     rewards = advantage.token_rewards(
