@@ -29,8 +29,8 @@ class Mixed(Protocol):
         ...
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Number of epochs (a fraction) of each source, by name, that `samples` samples amount
-        to.
+        """Return, by source name, how many epochs of each source (a fraction) the first `samples`
+        samples are.
         """
         ...
 
@@ -99,8 +99,8 @@ class Loader(ABC):
         self.tokenizer = tokenizer
         self.description = description
         self.identity = identity
-        # samples that the batches before have read over step x global_batch_size: see go_on
-        self.ahead = 0
+        # samples that the batches before have read over step x global_batch_size: see resume_at
+        self.sample_offset = 0
         # of what was last read, numbers that a run logs
         self.extra_metrics: dict[str, float] = {}
         self.completions: list[dict[str, Any]] = []
@@ -113,14 +113,16 @@ class Loader(ABC):
         """
 
     def first(self, step: int) -> int:
-        """Number of the first sample of global batch `step`, as `go_on` has shifted it."""
-        return step * self.global_batch_size + self.ahead
+        """Return the number of the first sample of global batch `step`: step x global batch size,
+        shifted by `resume_at`.
+        """
+        return step * self.global_batch_size + self.sample_offset
 
-    def go_on(self, step: int, samples: int) -> None:
+    def resume_at(self, step: int, samples: int) -> None:
         """Make batch `step` begin with sample `samples`, so that no sample is skipped or repeated
         where earlier batches had another size.
         """
-        self.ahead = samples - step * self.global_batch_size
+        self.sample_offset = samples - step * self.global_batch_size
 
     def documents(self, step: int) -> list[str]:
         """Describe which documents global batch `step` was cut from, one line per row (`source:
@@ -130,7 +132,9 @@ class Loader(ABC):
         return lines if len(lines) <= 16 else [*lines[:16], f"and {len(lines) - 16} more rows"]
 
     def starting_at(self, step: int, rank: int = 0, ranks: int = 1) -> Iterator[tuple[int, Batch]]:
-        """Yield (step, batch) without end; a thread prepares the next batch while one is used."""
+        """Yield (step, this rank's rows of global batch `step`) from `step` on, without end; a
+        thread prepares the next batch while one is used.
+        """
         with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
             # one batch ahead: reading and packing run while the device computes
             coming = thread.submit(self.batch, step, rank, ranks)
@@ -159,8 +163,8 @@ class Loader(ABC):
         return held_out.batches(self.global_batch_size, max_sequences, rank * rows, rows)
 
     def rows(self, ranks: int) -> int:
-        """Sequences of a global batch per data-parallel rank. Raises ValueError where `ranks` does
-        not divide the batch.
+        """Return the number of sequences of a global batch that each of `ranks` data-parallel ranks
+        reads. Raises ValueError where `ranks` does not divide the batch.
         """
         # unequal ranks would wait for each other in every collective
         if self.global_batch_size % ranks:
@@ -172,7 +176,9 @@ class Loader(ABC):
         return self.global_batch_size // ranks
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Number of epochs (a fraction) of each source, by name, after `step` steps."""
+        """Return, by source name, how many epochs of each source (a fraction) were read after
+        `step` steps.
+        """
         return self.mixture.epochs(self.first(step))
 
     @property
@@ -182,7 +188,7 @@ class Loader(ABC):
 
     @property
     def validation_tokens(self) -> int:
-        """Number of predictions in a full validation."""
+        """Number of predictions in a full pass over the validation split."""
         return self.validation.tokens
 
     def validation_share(self, sequence_length: int) -> tuple[float, int]:
@@ -201,7 +207,9 @@ class Loader(ABC):
 
     @property
     def validation_by_source(self) -> dict[str, HeldOutRows]:
-        """Validation rows per source, by name; empty where there is one source."""
+        """Validation rows of each source, by name, for separate losses; empty where there is one
+        source.
+        """
         return {}
 
     @property
@@ -210,7 +218,7 @@ class Loader(ABC):
         return ()
 
     def fingerprint(self) -> dict[str, str]:
-        """Everything that decides the batches, as name -> text, by content and not by path: equal
-        on every machine. A resumed run compares it.
+        """Return everything that decides the batches, as name -> text, by content and not by path:
+        equal on every machine. A resumed run compares it.
         """
         return self.identity

@@ -69,16 +69,17 @@ class Batch:
         )
 
     def add_prefixes(self, lengths: Int64[Tensor, "#sequences #length"]) -> "Batch":
-        """Return the batch (on CPU) as a prefix LM: the first `lengths` tokens of each document see
-        each other, per sequence or per token as its document has, at most the whole document.
-        Labels inside a prefix are IGNORED, as those tokens see what they would predict.
+        """Return the batch (on CPU) for a prefix LM: the first `lengths` tokens of each document,
+        at most all of it, attend to one another. `lengths`: per sequence, or per token, equal
+        within a document. Labels inside a prefix are IGNORED, as those tokens see what they would
+        predict.
         """
         starts = self.starts
         return self._reaching(torch.minimum(starts + lengths, document_ends(starts)))
 
     def _reaching(self, reach: Int64[Tensor, "sequences length"]) -> "Batch":
-        """Return the batch with `reach`: for each token the index behind its document's prefix.
-        Labels inside prefixes are IGNORED.
+        """Return the batch as a prefix LM's, with `reach`: for each token the index behind the last
+        token of its document's prefix. Labels inside prefixes are IGNORED.
         """
         starts = self.starts
         # the label of token i is token i + 1: inside the prefix if i + 1 < reach
@@ -88,7 +89,7 @@ class Batch:
 
     @property
     def starts(self) -> Int64[Tensor, "sequences length"]:
-        """Index in its sequence of the first token of each token's document."""
+        """For each token, the index in its sequence of the first token of its document."""
         return torch.zeros_like(self.tokens) if self.documents is None else self.documents.starts
 
     def add_positions(self, streams: int) -> "Batch":
@@ -130,8 +131,8 @@ class Batch:
         return replace(batch, positions=PositionIds.from_ids(ids.transpose(0, 1)))
 
     def _without(self, padding: int, streams: int) -> "Batch":
-        """Return the batch with position stream 0 counting no `padding` tokens, which get -1, as
-        transformers' create_position_ids_from_input_ids does.
+        """Return the batch with the first position stream counting only tokens that are not
+        `padding`, which get -1, as transformers' create_position_ids_from_input_ids does.
         """
         padded = self.tokens == padding
         if not padded.any():
@@ -146,8 +147,8 @@ class Batch:
         return replace(self, positions=PositionIds.from_ids(ids))
 
     def to(self, device: torch.device) -> "Batch":
-        """Copy the batch from CPU to `device` asynchronously. The host keeps its knowledge of
-        documents.
+        """Return a copy of the batch (on CPU) on `device`, copied asynchronously. Facts about
+        documents that the host has worked out stay known.
         """
         documents = None if self.documents is None else self.documents.to_device(device)
         return self._map_tensors(lambda t: to_device(t, device), documents)
@@ -221,8 +222,8 @@ class Batch:
 def document_starts(
     tokens: Int64[Tensor, "sequences length"], end_of_text: int
 ) -> Int64[Tensor, "sequences length"]:
-    """Index of the first token of each token's document. An end-of-text token belongs to the
-    document that it ends.
+    """Return for each token the index of its document's first token, where documents are separated
+    by end-of-text tokens, each of which belongs to the document that it ends.
     """
     document_starts = torch.zeros_like(tokens)
     document_starts[:, 1:] = torch.where(

@@ -14,7 +14,7 @@ from dolmen.data.batch import MARGIN, SIDE, Batch
 from dolmen.data.config import DataConfig
 from dolmen.data.examples import Examples, open_examples
 from dolmen.data.inputs import Inputs
-from dolmen.data.packing import PackedRows, Say
+from dolmen.data.packing import LabelMode, PackedRows
 from dolmen.data.sources import DataSource
 from dolmen.data.template import MaskingStrategy, Template, template_of
 from dolmen.data.tokenizer import PreTrainedTokenizer
@@ -31,14 +31,14 @@ class ChatLoader(Loader):
 
     @property
     def unit(self) -> str:
-        """ "completion" for reward models, which are trained on one number per completion, else
-        "token".
+        """Name of one prediction, for reports: "completion" for reward models, which are trained on
+        one number per completion, else "token".
         """
-        return "completion" if self.validation.say == "end" else "token"
+        return "completion" if self.validation.label_mode == "end" else "token"
 
     def validation_share(self, sequence_length: int) -> tuple[float, int]:
-        """Return (held-out fraction, predictions per training batch), counted in completions for
-        reward models.
+        """Return (fraction of all data that is held out, predictions per training batch), to choose
+        how often to validate; counted in tokens, or in completions for reward models.
         """
         if self.unit == "token":
             return super().validation_share(sequence_length)
@@ -48,7 +48,9 @@ class ChatLoader(Loader):
         return held_out / (training + held_out), round(batch)
 
     def batch(self, step: int, rank: int = 0, ranks: int = 1) -> Batch:
-        """Return rank `rank`'s rows of global batch `step`."""
+        """Return the packed rows of global batch `step` that data-parallel rank `rank` of `ranks`
+        holds.
+        """
         rows = self.rows(ranks)
         return self.mixture.batch(self.mixture.read(self.first(step) + rank * rows, rows))
 
@@ -73,31 +75,35 @@ def prepare(
         inputs.tokenizer.chat_template = template.text  # that of the model that is saved
     (source,) = inputs.sources
     # a model with one score per text reads its last token too
-    say: Say = "end" if model is not None and isinstance(model.head, ScalarHeadSpec) else "next"
-    longest = sequence_length if say == "end" else sequence_length + 1
-    examples = open_chats(source, config, template, longest, say, progress, verify)
-    # chats of --data.validation
-    judge = None
-    if inputs.validation is not None:
-        judge = open_chats(inputs.validation, config, template, longest, say, progress, verify)
-    training, held_out = divide(
-        examples, judge, config.validation_fraction, config.rows == "pairs", say
+    label_mode: LabelMode = (
+        "end" if model is not None and isinstance(model.head, ScalarHeadSpec) else "next"
     )
-    validation_examples = examples if judge is None else judge
-    mixture = _rows(examples, training, config, sequence_length, say, seed)
-    validation = _rows(validation_examples, held_out, config, sequence_length, say, None)
+    longest = sequence_length if label_mode == "end" else sequence_length + 1
+    examples = open_chats(source, config, template, longest, label_mode, progress, verify)
+    # chats of --data.validation
+    validation_set = None
+    if inputs.validation is not None:
+        validation_set = open_chats(
+            inputs.validation, config, template, longest, label_mode, progress, verify
+        )
+    training, held_out = divide(
+        examples, validation_set, config.validation_fraction, config.rows == "pairs", label_mode
+    )
+    validation_examples = examples if validation_set is None else validation_set
+    mixture = _rows(examples, training, config, sequence_length, label_mode, seed)
+    validation = _rows(validation_examples, held_out, config, sequence_length, label_mode, None)
     description = _describe(mixture, validation, config)
     details = []
-    if say == "end":
+    if label_mode == "end":
         # not EOS: transformers finds the end of a text, where it reads the reward, by its padding
         inputs.tokenizer.pad_token_id = tokenizers.padding(inputs.tokenizer)
         details.append(_describe_padding(inputs.tokenizer))
     # one example is shown in the header, to check the template by eye
-    what, first = "judged" if say == "end" else "trained", int(mixture.chosen[0])
+    what, first = "scored" if label_mode == "end" else "trained", int(mixture.chosen[0])
     example = mark_trained(examples, first, inputs.tokenizer)
     details.append(f"{what} is marked by »« (chat {first}): {example}")
     identity = {
-        **identify(config, examples, judge),
+        **identify(config, examples, validation_set),
         "sequence_length": str(sequence_length),
         "global_batch_size": str(global_batch_size),
         "seed": str(seed),
@@ -113,16 +119,16 @@ def _rows(
     chosen: np.ndarray,
     config: DataConfig,
     sequence_length: int,
-    say: Say,
+    label_mode: LabelMode,
     seed: int | None,
 ) -> PackedRows:
-    """Pack the chosen examples, pairs or completions into rows. `seed` None: validation, where
-    examples are not weighted.
+    """Pack the `chosen` examples, pairs or completions (config.rows) into rows. `seed`: order of
+    training rows; None: validation, where examples are not weighted.
     """
     number = 0 if seed is None else seed
     match config.rows:
         case "pairs":
-            return pairs_of(examples, chosen, sequence_length, config.packing, say, number)
+            return pairs_of(examples, chosen, sequence_length, config.packing, label_mode, number)
         case "completions":
             return completions_of(examples, chosen, sequence_length, config.packing, number)
     return PackedRows(
@@ -136,7 +142,7 @@ def _rows(
 
 
 def _describe(mixture: PackedRows, validation: PackedRows, config: DataConfig) -> Description:
-    """Describe training and validation rows for the run's header."""
+    """Return the lines of a run's header about its training and validation rows."""
     match config.rows:
         case "pairs":
             training, *changes = describe_pairs(mixture)
@@ -152,7 +158,7 @@ def _describe(mixture: PackedRows, validation: PackedRows, config: DataConfig) -
 
 
 def _describe_padding(tokenizer: PreTrainedTokenizer) -> str:
-    """Sentence for the run's header that names the pad token."""
+    """Return the sentence of a run's header that names the pad token."""
     token = tokenizer.pad_token_id
     if token is None:
         return (
@@ -177,20 +183,20 @@ def open_chats(
     config: DataConfig,
     template: Template,
     longest: int,
-    say: Say,
+    label_mode: LabelMode,
     progress: bool,
     verify: bool,
 ) -> Examples:
-    """Open the tokenised chats of a source. Trained are, for chats, the tokens of
-    config.masking_strategy, for pairs and completions the last turn; a scalar head (`say` is "end")
-    reads all.
+    """Open the tokenised chats of a source, each truncated to `longest` tokens. Trained are, for
+    chats, the tokens of config.masking_strategy, for pairs and completions the last turn; a scalar
+    head (`label_mode` "end") reads all.
     """
     assert config.rows != "text" and config.rows != "prompts"
     train_on: MaskingStrategy = config.masking_strategy if config.rows == "chats" else "last"
     return open_examples(
         source,
         template,
-        "all" if say == "end" else train_on,
+        "all" if label_mode == "end" else train_on,
         longest,
         config.cache_folder,
         progress,
@@ -200,8 +206,12 @@ def open_chats(
     )
 
 
-def identify(config: DataConfig, examples: Examples, judge: Examples | None) -> dict[str, str]:
-    """Entries of the run's fingerprint: training and validation chats, by content."""
+def identify(
+    config: DataConfig, examples: Examples, validation_set: Examples | None
+) -> dict[str, str]:
+    """Return the entries of the run's fingerprint for its data (name -> text): training and
+    validation chats, by content, and how they are packed.
+    """
     return {
         "data 1": f"{len(examples):,} chats, hash {examples.content}",
         "validation": (
@@ -209,28 +219,33 @@ def identify(config: DataConfig, examples: Examples, judge: Examples | None) -> 
                 f"{config.validation_fraction:g} of the chats held out, chosen by a hash of their "
                 "tokens"
             )
-            if judge is None
-            else f"{len(judge):,} chats, hash {judge.content}"
+            if validation_set is None
+            else f"{len(validation_set):,} chats, hash {validation_set.content}"
         ),
         "rows": f"{config.rows}, trained on {config.masking_strategy}, packing {config.packing}",
     }
 
 
 def divide(
-    examples: Examples, judge: Examples | None, fraction: float, pairs: bool, say: Say
+    examples: Examples,
+    validation_set: Examples | None,
+    fraction: float,
+    pairs: bool,
+    label_mode: LabelMode,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return indices of the examples (or of the pairs) to train and to validate on.
-    Validation has all of `judge` if given, whose copies are not trained on, else `fraction` of the
-    examples, chosen by a hash of their tokens, so that copies stay together; at least one, unless
-    `fraction` is 0. Raises
-    ValueError where nothing is left to train on.
+    """Return the indices of the examples (or of the pairs) to train on, and of those to validate
+    on.
+
+    Validation has all of `validation_set` if given, whose copies are not trained on, else
+    `fraction` of the examples, chosen by a hash of their tokens, so that copies stay together; at
+    least one, unless `fraction` is 0. Raises ValueError where nothing is left to train on.
     """
-    useful = np.flatnonzero(_useful(examples, pairs, say))
+    useful = np.flatnonzero(_useful(examples, pairs, label_mode))
     hashes = _hashes(examples, pairs)[useful]
-    if judge is not None:
-        held_out = np.flatnonzero(_useful(judge, pairs, say))
+    if validation_set is not None:
+        held_out = np.flatnonzero(_useful(validation_set, pairs, label_mode))
         # copies of validation examples are not trained on
-        training = useful[~np.isin(hashes, _hashes(judge, pairs))]
+        training = useful[~np.isin(hashes, _hashes(validation_set, pairs))]
     elif not fraction:
         training, held_out = useful, useful[:0]
     else:
@@ -252,19 +267,21 @@ def divide(
     return training, held_out
 
 
-def _useful(examples: Examples, pairs: bool, say: Say) -> np.ndarray:
-    """Mask of the examples, or pairs, that have something to train on."""
-    return useful(examples, say) if pairs else examples.predictions() > 0
+def _useful(examples: Examples, pairs: bool, label_mode: LabelMode) -> np.ndarray:
+    """Return a mask of the examples, or of the pairs, that have something to train on."""
+    return useful(examples, label_mode) if pairs else examples.predictions() > 0
 
 
 def _hashes(examples: Examples, pairs: bool) -> np.ndarray:
-    """Hashes of the tokens of examples, or of the chosen completions of pairs."""
+    """Return the token hashes of examples, or, with `pairs`, those of the chosen completion of each
+    pair.
+    """
     # even: chosen, odd: rejected
     return examples.hashes[0::2] if pairs else examples.hashes
 
 
 def describe_chats(mixture: PackedRows, config: DataConfig) -> list[str]:
-    """Lines for the run's header: the training chats, then what is left out or truncated."""
+    """Return lines for the run's header: the training chats, then what is left out or truncated."""
     examples = mixture.examples
     places = int(examples.places()[mixture.chosen].sum())
     lines = [
@@ -285,8 +302,8 @@ def describe_chats(mixture: PackedRows, config: DataConfig) -> list[str]:
 
 
 def mark_trained(examples: Examples, index: int, tokenizer: PreTrainedTokenizer) -> str:
-    """Text of example `index` on one line, around its first trained token, with trained parts in
-    »«.
+    """Return the text of example `index` on one line, around its first trained token, with trained
+    parts in »«; at most SHOWN characters.
     """
     span = examples.span(index)
     ids, trained = examples.tokens[span].tolist(), examples.trained[span] > 0
@@ -301,10 +318,16 @@ def mark_trained(examples: Examples, index: int, tokenizer: PreTrainedTokenizer)
 
 
 def pairs_of(
-    examples: Examples, pairs: np.ndarray, sequence_length: int, packing: bool, say: Say, seed: int
+    examples: Examples,
+    pairs: np.ndarray,
+    sequence_length: int,
+    packing: bool,
+    label_mode: LabelMode,
+    seed: int,
 ) -> PackedRows:
     """Pack preference pairs (indices `pairs`) into rows: the two completions of each into two
-    consecutive rows, at the same place in the order of each; SIDE marks which completion is which.
+    consecutive rows, at the same place in the order of each. Batches have numbers[SIDE], 1 at
+    tokens of the chosen and -1 at those of the rejected completion, and margins if there are any.
     """
     # examples 2 i and 2 i + 1 are chosen and rejected
     both = np.stack((2 * pairs, 2 * pairs + 1), 1).reshape(-1)
@@ -317,7 +340,7 @@ def pairs_of(
         sequence_length,
         packing=packing,
         together=2,
-        say=say,
+        label_mode=label_mode,
         seed=seed,
         per_example=numbers,
     )
@@ -349,7 +372,9 @@ def append_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
     """
 
     def parts(index: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """Tokens and trained mask of an example, and the index of its first trained token."""
+        """Return tokens and trained mask of example `index`, and the place of its first trained
+        token.
+        """
         span = examples.span(index)
         trained = examples.trained[span]
         return examples.tokens[span], trained, int(np.argmax(trained > 0))
@@ -374,35 +399,39 @@ def append_unrelated(examples: Examples, chosen: np.ndarray) -> Examples:
     )
 
 
-def useful(examples: Examples, say: Say) -> np.ndarray:
+def useful(examples: Examples, label_mode: LabelMode) -> np.ndarray:
     """Return a mask [pairs]: True if the two completions differ and each has a trained token. With
-    `say` "end" (a scalar head reads the last token) also neither completion may be truncated.
+    `label_mode` "end" (a scalar head reads the last token) also neither may be truncated.
     """
     predicted = examples.predictions() > 0
-    if say == "end":
+    if label_mode == "end":
         # a truncated completion has no end to read the reward at
         predicted = predicted & ~examples.long
-    return predicted.reshape(-1, 2).all(1) & ~equal(examples)
+    return predicted.reshape(-1, 2).all(1) & ~equal_completions(examples)
 
 
-def equal(examples: Examples) -> np.ndarray:
-    """Mask [pairs]: True if both completions are equal."""
+def equal_completions(examples: Examples) -> np.ndarray:
+    """Return a mask [pairs]: True if both completions of a pair have the same tokens."""
     return examples.hashes[0::2] == examples.hashes[1::2]
 
 
 def describe_pairs(mixture: PackedRows) -> list[str]:
-    """Lines for the run's header: the training pairs, then what is left out or truncated."""
+    """Return lines for the run's header: the training pairs, then what is left out or truncated."""
     examples, count = mixture.examples, len(mixture.examples) // 2
-    of = "tokens of completions" if mixture.say == "next" else "completions, by their last token"
+    of = (
+        "tokens of completions"
+        if mixture.label_mode == "next"
+        else "completions, by their last token"
+    )
     lines = [
         f"{examples.name}: {plural(len(mixture.chosen) // 2, 'pair')} of completions to train on "
         f"of {count:,}, {mixture.tokens:,} {of}, {plural(len(mixture.rows), 'sequence')} of "
         f"{mixture.sequence_length} per epoch, {mixture.full:.1%} full"
     ]
-    if same := int(equal(examples).sum()):
+    if same := int(equal_completions(examples).sum()):
         lines.append(f"skipped: {plural(same, 'pair')} with equal completions")
-    long = int((examples.long.reshape(-1, 2).any(1) & ~equal(examples)).sum())
-    if long and mixture.say == "end":
+    long = int((examples.long.reshape(-1, 2).any(1) & ~equal_completions(examples)).sum())
+    if long and mixture.label_mode == "end":
         lines.append(
             f"skipped: {plural(long, 'pair')} with a completion of over {examples.longest:,} "
             "tokens with its prompt (--train.sequence-length)"
@@ -416,7 +445,7 @@ def describe_pairs(mixture: PackedRows) -> list[str]:
 
 
 def describe_completions(mixture: PackedRows) -> str:
-    """Line for the run's header: the training completions and how many are desirable."""
+    """Return a line for the run's header: the training completions and how many are desirable."""
     completions = mixture.chosen[0::2]  # behind each, the one to another prompt
     examples = mixture.examples
     desirable = int((examples.preference[completions] > 0).sum())

@@ -30,7 +30,7 @@ from dolmen.data.mixture import TokenStream
 from dolmen.data.sources import DataSource
 from dolmen.data.token_cache import (
     Form,
-    found_or_built,
+    find_or_build,
     identity_of,
     write_index,
 )
@@ -84,13 +84,13 @@ class Corpus:
         return len(self.documents)
 
     def stream(self, starts: np.ndarray, stops: np.ndarray) -> TokenStream:
-        """Make a stream of the token ranges starts[i]:stops[i], counted over all of `memory`; none
-        may cross from one array of `memory` into the next.
+        """Return a stream of the token ranges starts[i]:stops[i], counted over all of `memory`;
+        none may cross from one array of `memory` into the next.
         """
         return TokenStream.from_arrays(self.memory, starts, stops)
 
     def doc(self, index: int) -> np.ndarray:
-        """Read the tokens of document `index`, its end-of-text token included."""
+        """Return the tokens of document `index`, its end-of-text token included, int64."""
         start, stop = self.offsets[index : index + 2]
         return self.stream(np.array([start]), np.array([stop])).read(0, int(stop - start))
 
@@ -108,7 +108,7 @@ class Corpus:
         return last
 
     def file(self, index: int) -> Path | None:
-        """File that document `index` is all of; None for one that is a row of a file or data
+        """Return the file that document `index` is all of; None if it is a row of a file or data
         set.
         """
         file = int(self.documents["file"][index])
@@ -116,7 +116,9 @@ class Corpus:
 
 
 def join(name: str, parts: Sequence[Corpus]) -> Corpus:
-    """Concatenate corpora into one called `name`."""
+    """Return the concatenation of several corpora as one called `name`; a single one is returned as
+    it is.
+    """
     if len(parts) == 1:
         return parts[0]
     tables, seams, documents, files = [], [], 0, 0
@@ -150,7 +152,7 @@ def join(name: str, parts: Sequence[Corpus]) -> Corpus:
 
 
 def total_size(sizes: Sequence[int | None]) -> int | None:
-    """Sum of the sizes; None where one is not known."""
+    """Return the sum of the sizes; None if one of them is not known."""
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 
@@ -173,10 +175,10 @@ def open_text(
     threads = workers or len(os.sched_getaffinity(0))
 
     def build(part: Path) -> None:
-        """Tokenise into a new cache folder."""
+        """Tokenise the source into the new cache folder `part`."""
         build_corpus(source, tokenizer, origin, part, threads, progress)
 
-    folder, index = found_or_built(cache, origin, FORM, build, verify, progress)
+    folder, index = find_or_build(cache, origin, FORM, build, verify, progress)
     offsets = np.load(folder / "offsets.npy", mmap_mode="r")
     return Corpus(
         source.name,
@@ -198,8 +200,8 @@ def provenance(
     end_of_text: int,
     text_field: str,
 ) -> dict:
-    """Everything that the tokens depend on (files, tokenizer, options), as JSON; hashed into the
-    cache key.
+    """Return everything that the tokens depend on (format, files, tokenizer, options) as JSON
+    values, from which the cache key is hashed.
     """
     return {
         "format": FORMAT,
@@ -213,8 +215,8 @@ def provenance(
 
 
 def identities(source: DataSource) -> dict[str, list]:
-    """Identify the source's text without reading it, as JSON: path, size and times of each file;
-    name, rows and shards of each hub data set.
+    """Return what identifies the source's text without reading it, as JSON values: path, size and
+    times of each file; name, rows and shards of each hub data set.
     """
     hubs = []
     for name in source.hubs:

@@ -36,7 +36,7 @@ from dolmen.data.config import ChatRows
 from dolmen.data.corpus import identities
 from dolmen.data.sources import DataSource
 from dolmen.data.template import ASSISTANT, Chat, MaskingStrategy, Template
-from dolmen.data.token_cache import Form, found_or_built, write_index
+from dolmen.data.token_cache import Form, find_or_build, write_index
 from dolmen.data.tokenise import rows
 from dolmen.files import gate
 from dolmen.files.kinds import CHAT_ROWS, COMPLETION_ROW, EXAMPLES, PAIR_ROW
@@ -159,13 +159,13 @@ def chat_of(row: dict[str, Any], where: str) -> Chat:
 
 
 def _openai_messages(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Messages of the form `messages`, as they are."""
+    """Return the messages of a row in OpenAI's form (`messages`), as they are."""
     return row["messages"]
 
 
 def _sharegpt_messages(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Messages of the ShareGPT form, its speakers mapped to roles. Raises Refused for an unknown
-    speaker.
+    """Return the messages of a row in ShareGPT's form (`conversations`), its speakers mapped to
+    roles. Raises Refused, naming `where`, for an unknown speaker.
     """
     messages = []
     for turn in row["conversations"]:
@@ -179,7 +179,9 @@ def _sharegpt_messages(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _alpaca_messages(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
-    """Messages of the Alpaca form: the instruction (and its input) and the output."""
+    """Return two messages for a row in Alpaca's form: the instruction (and its input) as the
+    user's, the output as the assistant's.
+    """
     question = row["instruction"] + (f"\n\n{row['input']}" if row.get("input") else "")
     return [{"role": "user", "content": question}, {"role": ASSISTANT, "content": row["output"]}]
 
@@ -210,25 +212,29 @@ class Examples:
     """Hash of all of it."""
 
     def __len__(self) -> int:
-        """Number of examples."""
+        """Return the number of examples."""
         return len(self.weights)
 
     def span(self, index: int) -> slice:
-        """Range of example `index` in `tokens`, truncated."""
+        """Return the slice of example `index` in `tokens`, truncated to `longest` tokens."""
         first, end = (int(at) for at in self.offsets[index : index + 2])
         return slice(first, min(end, first + self.longest))
 
     def last_learned(self, index: int) -> int:
-        """Id of the last trained token of example `index`, which must have one."""
+        """Return the id of the last trained token of example `index`, which must have one."""
         span = self.span(index)
         return int(self.tokens[span][np.flatnonzero(self.trained[span] > 0)[-1]])
 
     def places(self) -> np.ndarray:
-        """Number of positions that each example takes in a row, [examples]: its tokens less one."""
+        """Return the number of positions that each example takes in a row, [examples]: its tokens,
+        truncated, less one.
+        """
         return np.minimum(np.diff(self.offsets), self.longest) - 1
 
     def predictions(self) -> np.ndarray:
-        """Number of trained tokens of each example, [examples]; 0 where its weight is 0."""
+        """Return the number of trained tokens of each example, truncated, [examples]; 0 where its
+        weight is 0. The first token is not predicted.
+        """
         # prefix sums: a count per example by two lookups
         before = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
         first = np.minimum(self.offsets[:-1] + 1, self.offsets[1:])  # the first is not predicted
@@ -237,7 +243,7 @@ class Examples:
 
     @property
     def long(self) -> np.ndarray:
-        """True for each example that is truncated, [examples]."""
+        """True for each example that is truncated to `longest` tokens, [examples]."""
         return np.diff(self.offsets) > self.longest
 
     @property
@@ -274,7 +280,7 @@ def open_examples(
     }
 
     def build(folder: Path) -> None:
-        """Tokenise into a new cache folder."""
+        """Tokenise the rows of the source into the new cache folder."""
         _build(
             READERS[rows](source, max_row_bytes),
             source,
@@ -285,7 +291,7 @@ def open_examples(
             progress,
         )
 
-    folder, index = found_or_built(cache, origin, FORM, build, verify, progress)
+    folder, index = find_or_build(cache, origin, FORM, build, verify, progress)
     _refuse_all_or_none(index, train_on, source)
     return Examples(
         source.name,
@@ -327,8 +333,8 @@ def _build(
     folder: Path,
     progress: bool,
 ) -> None:
-    """Tokenise all chats and write the cache files and the index into `folder`. Raises ValueError
-    where there are none.
+    """Tokenise all chats in `read` and write the cache files and the index into `folder`. Raises
+    ValueError where there are none.
     """
     ends, weights, hashes, preferences = [0], [], [], []
     trained_in_all, untrained, largest = 0, 0, 0

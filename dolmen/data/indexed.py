@@ -17,7 +17,7 @@ import xxhash
 from dolmen.core.log import bar
 from dolmen.core.messages import megabytes
 from dolmen.data.corpus import Corpus
-from dolmen.data.token_cache import Form, found_or_built, identity_of, write_index
+from dolmen.data.token_cache import Form, find_or_build, identity_of, write_index
 from dolmen.data.tokenise import DOCUMENT, SEAM
 from dolmen.files import indexed
 from dolmen.files.kinds import INDEXED
@@ -74,7 +74,7 @@ def open_indexed(
         }
         write_index(part, FORM, index)
 
-    folder, index = found_or_built(cache, origin, FORM, build, verify, progress)
+    folder, index = find_or_build(cache, origin, FORM, build, verify, progress)
     note = (
         f"{index['unended']:,} of {index['documents']:,} documents of {file} do not end with the "
         f"end-of-text token ({end_of_text})"

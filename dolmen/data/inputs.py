@@ -18,9 +18,6 @@ from dolmen.data.token_cache import file_digest
 from dolmen.data.tokenise import pieces
 from dolmen.data.validation_split import overlap_error
 
-# how a tokenizer is named that came with the model
-OWN = "without --data.tokenizer,"
-
 
 class Inputs(NamedTuple):
     """Inputs that `check_inputs` has accepted."""
@@ -77,7 +74,8 @@ def check_inputs(
         check_chats(config, sources)
     # `bpe:N` is trained here, if it is not cached
     named = tokenizer_folder(config, sources, validation, vocab_size, progress)
-    by = "--data.tokenizer" if named else OWN
+    # how messages name a tokenizer that came with the model
+    by = "--data.tokenizer" if named else "without --data.tokenizer,"
     loaded = tokenizers.load_tokenizer(named or tokenizer, by, probe=verify)
     if vocab_size is not None:
         tokenizers.check_vocabulary(loaded, vocab_size)

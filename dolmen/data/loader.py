@@ -60,7 +60,7 @@ class InOrder:
 
     @cached_property
     def stream(self) -> TokenStream:
-        """All parts as one token stream."""
+        """All validation splits as one token stream."""
         return TokenStream.join([part.stream for part in self.parts])
 
     @property
@@ -70,17 +70,17 @@ class InOrder:
 
     @property
     def bytes(self) -> int | None:
-        """Bytes of the text, exactly; None where they are not known."""
+        """Bytes of the validation text, exactly; None where they are not known."""
         return total_size([part.size for part in self.parts])
 
     @property
     def documents(self) -> int:
-        """Number of documents."""
+        """Number of documents in the validation splits."""
         return sum(part.documents for part in self.parts)
 
     @property
     def windows(self) -> int:
-        """Number of windows, the last one partly filled."""
+        """Number of windows of a full pass, the last one partly filled."""
         return -(-self.tokens // self.sequence_length)
 
     def batches(
@@ -107,8 +107,8 @@ class InOrder:
             yield self._batch(np.stack([self.window(number) for number in numbers]), numbers)
 
     def _batch(self, rows: np.ndarray, numbers: list[int]) -> Batch:
-        """Make a batch of windows, masked if the model is a masked LM; `numbers` name them for its
-        seed.
+        """Return the windows `rows` as a batch, masked if the model is a masked LM; `numbers` are
+        the windows' numbers, which seed the masks.
         """
         if self.cloze is None:
             return Batch.from_windows(rows, self.boundary)
@@ -204,7 +204,9 @@ class TextLoader(Loader):
 
 
 def changes(before: dict[str, str], after: dict[str, str]) -> list[str]:
-    """List the differences between two fingerprints, one line each (`name: before -> after`)."""
+    """Return the differences between two fingerprints of a run's data (name -> text), a line each:
+    `name: before -> after`.
+    """
     return [
         f"{name}: {before.get(name, 'none')} -> {after.get(name, 'none')}"
         for name in sorted(before.keys() | after.keys())
@@ -223,10 +225,11 @@ def load(
     steps: int | None = None,
     model: ModelSpec | None = None,
 ) -> Loader:
-    """Build the loader of inputs that `check_inputs` has opened: tokenise or open the cache, hold
-    out, mix or pack. `verify`: compare the cache with its digests (once per host). `steps`: of the
-    whole run, which Megatron's order needs. `model`: reads the batches; a bidirectional one gets
-    masked tokens. Raises ValueError.
+    """Return the loader of a run's data, from inputs that `check_inputs` has opened: text is
+    tokenised or read from the cache, a validation split held out, and the rest mixed or packed into
+    samples. `verify`: compare the cache with its digests (once per host). `steps`: of the whole
+    run, which Megatron's order needs. `model`: reads the batches; a bidirectional one gets masked
+    tokens. Raises ValueError.
     """
     if config.rows != "text":
         return chat_loader.prepare(
@@ -234,10 +237,10 @@ def load(
         )
     sources = data_sets(config, inputs.sources)
     corpora = [open_corpus(source, config, inputs, progress, verify) for source in sources]
-    judge = None
+    validation_corpus = None
     if inputs.validation is not None:
-        judge = open_corpus(inputs.validation, config, inputs, progress, verify)
-    divisions, held_out = divide_corpora(config, inputs, corpora, judge)
+        validation_corpus = open_corpus(inputs.validation, config, inputs, progress, verify)
+    divisions, held_out = divide_corpora(config, inputs, corpora, validation_corpus)
     cloze = make_cloze(config, inputs, sequence_length, seed, model)
     # tokens of text per sample; a window has one more
     window = sequence_length if cloze is None else cloze.text - 1
@@ -252,7 +255,7 @@ def load(
     kept_out = [note for division in divisions for note in division.notes]
     kept_out += [note for corpus in corpora for note in corpus.notes]
     identity = {
-        **identify(config, mixture, corpora, judge),
+        **identify(config, mixture, corpora, validation_corpus),
         "tokenizer": tokenizers.fingerprint(inputs.tokenizer),
         "end of text": str(inputs.end_of_text),
         "sequence_length": str(sequence_length),
@@ -294,30 +297,33 @@ def make_cloze(
 
 
 def divide_corpora(
-    config: DataConfig, inputs: Inputs, corpora: list[Corpus], judge: Corpus | None
+    config: DataConfig, inputs: Inputs, corpora: list[Corpus], validation_corpus: Corpus | None
 ) -> tuple[list[Division], list[ValidationSplit]]:
-    """Divide each corpus into training and validation text: validation is all of `judge`
-    (--data.validation) if given, else a fraction of the documents, or in Megatron's order the
-    second share of --data.split. Returns the divisions and the validation splits.
+    """Divide each corpus into training and validation text, and return the divisions and the
+    validation splits. Validation is all of `validation_corpus` (--data.validation) if given, whose
+    copies are not trained on; else a fraction of the documents, or in Megatron's order the second
+    share of --data.split.
     """
     if config.order == "megatron":
         divisions = [divide_by_split(corpus, config.shares) for corpus in corpora]
-    elif judge is not None:
-        divisions = exclude_validation(corpora, judge)
+    elif validation_corpus is not None:
+        divisions = exclude_validation(corpora, validation_corpus)
     else:
         divisions = hold_out(
             corpora, inputs.sources, config.validation_fraction, inputs.tokenizer, config.text_field
         )
-    if judge is not None:
-        return divisions, [split_documents(judge, range(judge.document_count))]
+    if validation_corpus is not None:
+        return divisions, [
+            split_documents(validation_corpus, range(validation_corpus.document_count))
+        ]
     return divisions, [division.validation for division in divisions if division.validation]
 
 
 def identify(
-    config: DataConfig, mixture: Order, corpora: list[Corpus], judge: Corpus | None
+    config: DataConfig, mixture: Order, corpora: list[Corpus], validation_corpus: Corpus | None
 ) -> dict[str, str]:
-    """Entries of the run's fingerprint: training text, its order and the validation split, by
-    content.
+    """Return the entries of the run's fingerprint for its data (name -> text): each corpus, the
+    order and the validation split, by content and not by path.
     """
     split = (
         f"{config.validation_fraction:g} of the documents held out, chosen by a hash of their text"
@@ -329,18 +335,20 @@ def identify(
             f"data {number}": f"{content(corpus)}, weight {float(part.weight):g}"
             for number, (part, corpus) in enumerate(zip(mixture.parts, corpora, strict=True), 1)
         },
-        "validation": content(judge) if judge is not None else split,
+        "validation": content(validation_corpus) if validation_corpus is not None else split,
         **({"order": mixture.name} if mixture.name else {}),
     }
 
 
 def content(corpus: Corpus) -> str:
-    """Identify a corpus by counts and hash."""
+    """Return a line that identifies a corpus by its numbers of documents and bytes and a hash."""
     return f"{corpus.document_count:,} documents, {amount(corpus)}, hash {corpus.content}"
 
 
 def amount(corpus: Corpus) -> str:
-    """Size of a corpus in bytes of text, or in tokens where its text is unknown."""
+    """Return the size of a corpus for messages, in bytes of text, or in tokens where its text is
+    unknown.
+    """
     if corpus.byte_count is None:
         return plural(corpus.token_count, "token")
     return plural(corpus.byte_count, "byte")
@@ -353,8 +361,8 @@ def describe(
     changes: list[str],
     config: DataConfig,
 ) -> Description:
-    """Describe the data for the run's header: one source in full, or sums over several, with each
-    in the details.
+    """Return the lines of a run's header about its data: one source in full, or sums over several,
+    with each in the details. `changes`: notes on what was left out.
     """
     sources = []
     for part, weight, size, corpus in zip(

@@ -55,7 +55,9 @@ class Cloze:
 
     @property
     def text(self) -> int:
-        """Tokens of text in a sequence."""
+        """Number of tokens of text in a sequence: its length without [CLS] and one or, for pairs,
+        two [SEP].
+        """
         return self.sequence_length - (3 if self.pairs else 2)
 
     def batch(
@@ -64,9 +66,10 @@ class Cloze:
         names: Sequence[Hashable],
         other: Callable[[int], Text],
     ) -> Batch:
-        """Make a batch of `texts`, each [text] tokens with IGNORED behind its end. Masking is
-        seeded by each row's name. `other(row)` returns an unrelated text, the second one of half of
-        the pairs.
+        """Make a batch for masked language modelling of `texts`, each [text] tokens with IGNORED
+        behind its end: special tokens are added, tokens masked, and the masked ones are the labels.
+        Masking is seeded by each row's name. `other(row)` returns an unrelated text, the second one
+        of half of the pairs.
         """
         encoded = [self._row(row, text, names[row], other) for row, text in enumerate(texts)]
         tokens, labels, types, ends, following = (
@@ -88,8 +91,9 @@ class Cloze:
     def _row(
         self, row: int, text: Text, name: Hashable, other: Callable[[int], Text]
     ) -> tuple[Text, Text, Text, np.integer, np.floating]:
-        """Return (tokens, labels, token types, index where padding begins, 1 / -1 / 0: the second
-        text follows / does not / there is none).
+        """Encode the text of one row, seeded by `name`. Return (tokens with some masked, labels,
+        token types, index where padding begins, 1 / -1 / 0: the second text follows / does not /
+        there is none).
         """
         # by name: the same masks on any rank and after a resume
         chance = np.random.default_rng(seed_of(self.seed, "cloze", str(name)))
@@ -141,8 +145,9 @@ class Cloze:
 def cloze_for_tokenizer(
     tokenizer: PreTrainedTokenizer, sequence_length: int, fraction: float, pairs: bool, seed: int
 ) -> Cloze:
-    """Make the masking for a tokenizer, from its special tokens and the form of its pieces. Raises
-    ValueError where it lacks such tokens, and for sequences too short for two texts.
+    """Return a `Cloze`, which makes masked sequences, for a tokenizer: from its special tokens and
+    the form of its pieces, by which words begin. Raises ValueError where it lacks such tokens, and
+    for sequences too short for two texts.
     """
     if sequence_length < 8:
         raise ValueError(

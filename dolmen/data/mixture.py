@@ -50,14 +50,16 @@ class TokenStream:
     def from_ranges(
         cls, tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray
     ) -> "TokenStream":
-        """Make a stream of the ranges starts[i]:stops[i] of one array."""
+        """Return a stream of the ranges starts[i]:stops[i] of one array; adjacent ones are
+        merged.
+        """
         return cls.from_arrays([tokens], starts, stops)
 
     @classmethod
     def from_arrays(
         cls, memory: Sequence[np.ndarray], starts: np.ndarray, stops: np.ndarray
     ) -> "TokenStream":
-        """Make a stream of ranges of several arrays, with positions counted over their
+        """Return a stream of ranges of several arrays, with positions counted over their
         concatenation; no range may span two arrays. Adjacent ranges are merged, so a stream that
         leaves out 3 % of the documents has about 3 % as many ranges.
         """
@@ -74,7 +76,7 @@ class TokenStream:
 
     @classmethod
     def join(cls, streams: Sequence["TokenStream"]) -> "TokenStream":
-        """Concatenate streams."""
+        """Return one stream with the tokens of all streams, one after the other."""
         lengths = [np.diff(stream.ends, prepend=0) for stream in streams]
         memory = [tokens for stream in streams for tokens in stream.memory]
         # index of each stream's first array in the joined list
@@ -87,17 +89,21 @@ class TokenStream:
         )
 
     def __len__(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens of the stream."""
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Read `count` tokens from position `start`, int64; the first token follows the last."""
+        """Return `count` tokens from position `start` of the stream, int64; after the last token
+        comes the first again.
+        """
         # views of the memory map: only these pages are read
         parts = [self.memory[which][begin:end] for which, begin, end in self.places(start, count)]
         return np.concatenate(parts, dtype=np.int64, casting="unsafe")
 
     def places(self, start: int, count: int) -> list[tuple[int, int, int]]:
-        """Ranges that `read` reads, as (index in `memory`, first token, end)."""
+        """Return where the `count` tokens from position `start` lie, as ranges (index in `memory`,
+        first token, end); after the last token comes the first again.
+        """
         # `ends` are positions in the stream, so the range of a position is found by bisection; from
         # there on ranges follow one another, past the last the first again
         out, left, position = [], count, start % len(self)
@@ -135,6 +141,9 @@ class Mixture:
     name = ""
 
     def __init__(self, parts: Sequence[Part], sequence_length: int, seed: int):
+        """`parts`: the sources with their weights and token streams. Raises ValueError for a source
+        shorter than one window of sequence_length + 1 tokens.
+        """
         for part in parts:
             if len(part.stream) < sequence_length + 1:
                 raise ValueError(
@@ -150,22 +159,24 @@ class Mixture:
         self.sizes = [len(part.stream) // sequence_length for part in parts]
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Number of epochs (a fraction) of each source, by name, after `samples` samples."""
+        """Return, by source name, how many epochs of each source (a fraction) the first `samples`
+        samples are.
+        """
         taken = counts(self.weights, samples)
         return {
             part.name: n / size for part, n, size in zip(self.parts, taken, self.sizes, strict=True)
         }
 
     def windows(self, first: int, count: int) -> np.ndarray:
-        """Read samples first .. first + count - 1 as int64 [count, sequence_length + 1]."""
+        """Return samples first .. first + count - 1, as int64 [count, sequence_length + 1]."""
         out = np.empty((count, self.sequence_length + 1), np.int64)
         for row, source, start in self.places(first, count):
             out[row] = self.parts[source].stream.read(start, self.sequence_length + 1)
         return out
 
     def documents(self, first: int, count: int) -> list[str]:
-        """Describe what samples first .. first + count - 1 were cut from, one line each: `source:
-        documents a..b`, counted from 0.
+        """Return a line for each of the samples first .. first + count - 1 that describes what it
+        was cut from: `source: documents a..b`, counted from 0.
         """
         lines = [""] * count
         for row, source, start in self.places(first, count):
@@ -203,8 +214,8 @@ class Mixture:
                     yield int(row), source, int(start)
 
     def starts(self, source: int, epoch: int, within: np.ndarray) -> np.ndarray:
-        """First tokens of the windows that an epoch of a source reads at positions `within`: the
-        epoch's permutation and shift applied.
+        """Return the stream positions at which the windows of an epoch of a source start, for
+        positions `within` that epoch: its permutation of windows and its shift are applied.
         """
         key = seed_of(self.seed, "window", source, epoch)
         # another first token per epoch: no text is always cut at the same place
@@ -213,7 +224,8 @@ class Mixture:
 
 
 def counts(weights: Sequence[int], samples: int) -> list[int]:
-    """Number of samples per source among the first `samples`, by Webster's rule in closed form.
+    """Return how many of the first `samples` samples each source has, by Webster's rule in closed
+    form.
 
     After "time" t, Webster's rule has given each source round(t w / W), in all between t - k/2 and
     t + k/2 for k sources. So start at t = samples - k/2 and give the few that are missing one by
@@ -228,13 +240,13 @@ def counts(weights: Sequence[int], samples: int) -> list[int]:
 
 
 def turns(weights: Sequence[int], first: int, count: int) -> list[int]:
-    """Source index of each of the samples first .. first + count - 1."""
+    """Return the source index of each of the samples first .. first + count - 1."""
     return take(weights, counts(weights, first), count)
 
 
 def take(weights: Sequence[int], taken: Sequence[int], count: int) -> list[int]:
-    """Next `count` sources by Webster's rule, where each has had `taken` samples; ties go to the
-    earlier source.
+    """Return the sources of the next `count` samples by Webster's rule, where each source has had
+    `taken` samples; ties go to the earlier source.
     """
     taken, common, order = list(taken), math.lcm(*weights), []
     # (2 n + 1) / weight, without division: compared as (2 n + 1) x common / weight
@@ -247,7 +259,9 @@ def take(weights: Sequence[int], taken: Sequence[int], count: int) -> list[int]:
 
 
 def permute_index(index: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Map each `index` (int64) by the permutation of 0 .. size - 1 that `key` selects."""
+    """Map each `index` (int64) by the pseudorandom permutation of 0 .. size - 1 that `key` selects,
+    without memory for it.
+    """
     # A network of 2 x half bits permutes at most 4 x size values. What lands outside is sent on
     # until it is inside: that follows the one cycle it lies on, so no two meet, and takes fewer
     # than 4 turns on average.
@@ -260,7 +274,9 @@ def permute_index(index: np.ndarray, size: int, key: int) -> np.ndarray:
 
 
 def feistel(value: np.ndarray, half: int, key: int, rounds: int = 6) -> np.ndarray:
-    """Permute integers of 2 x `half` bits (uint64) by a Feistel network keyed with `key`."""
+    """Permute integers of 2 x `half` bits (uint64) by a Feistel network of `rounds` rounds, keyed
+    with `key`.
+    """
     mask, shift = np.uint64((1 << half) - 1), np.uint64(half)
     left, right = value >> shift, value & mask
     for round in range(rounds):
@@ -276,7 +292,7 @@ def scramble(value: np.ndarray) -> np.ndarray:
     return value ^ (value >> np.uint64(31))
 
 
-def normal(weights: Sequence[float]) -> list[float]:
-    """Divide weights by their sum, in float64 as numpy rounds it (Megatron does so)."""
+def normalize_weights(weights: Sequence[float]) -> list[float]:
+    """Return the weights divided by their sum, in float64 as numpy rounds it (Megatron does so)."""
     shares = np.array(weights, np.float64)
     return (shares / np.sum(shares)).tolist()

@@ -31,7 +31,7 @@ from jaxtyping import Int16, Int64
 from dolmen.data import mixture, validation_split
 from dolmen.data.config import DataConfig
 from dolmen.data.corpus import Corpus
-from dolmen.data.mixture import Mixture, Part, normal
+from dolmen.data.mixture import Mixture, Part, normalize_weights
 from dolmen.data.sources import DataSource
 from dolmen.data.validation_split import Division
 
@@ -77,9 +77,9 @@ def make_order(
     seed: int,
     samples: int | None,
 ) -> Order:
-    """Make the order of config.order over the training text. `samples`: number that the whole run
-    reads, which Megatron's order needs. Raises ValueError for options that Megatron's order does
-    not allow.
+    """Return the order in which training samples are read, dolmen's or Megatron's by config.order.
+    `samples`: number that the whole run reads, which Megatron's order needs. Raises ValueError for
+    options that Megatron's order does not allow.
     """
     parts = [
         Part(source.name, source.weight or Fraction(1), division.training, corpus.offsets)
@@ -94,7 +94,7 @@ def make_order(
         )
     # all have a weight or none has
     weighted = sources[0].weight is not None
-    weights = mixture.normal([float(part.weight) for part in parts])
+    weights = mixture.normalize_weights([float(part.weight) for part in parts])
     counts: Sequence[int | None] = [samples]
     if weighted:
         counts = shares(weights, samples)
@@ -200,17 +200,19 @@ class Shuffled:
         self.shuffle = np.concatenate(places)
 
     def __len__(self) -> int:
-        """Number of samples, over all epochs."""
+        """Return the number of samples, over all epochs."""
         return len(self.shuffle)
 
     def read(self, sample: int) -> Int64[np.ndarray, " window"]:
-        """Read the sequence_length + 1 tokens of a sample, int64."""
+        """Return the sequence_length + 1 tokens of sample number `sample`, int64; past the last
+        sample the first follows.
+        """
         parts = [self.tokens[begin:end] for begin, end in self.places(sample)]
         return np.concatenate(parts, dtype=np.int64, casting="unsafe")
 
     def places(self, sample: int) -> list[tuple[int, int]]:
-        """Token ranges that a sample is read from, as (begin, end); past the last sample the first
-        follows.
+        """Return the token ranges (begin, end) that sample number `sample` is read from; past the
+        last sample the first follows.
         """
         position = int(self.shuffle[sample % len(self)]) * self.sequence_length
         left, run = self.sequence_length + 1, int(np.searchsorted(self.ends, position, "right"))
@@ -227,8 +229,9 @@ class Shuffled:
 
 
 def epochs_of(tokens: int, sequence_length: int, samples: int | None) -> Epochs:
-    """Number of epochs of `tokens` tokens that `samples` samples need (None: one epoch), and
-    whether the last is shuffled separately. Raises ValueError for less than one sample of tokens.
+    """Return how many epochs of `tokens` tokens are needed for `samples` samples (None: one epoch),
+    and whether the last is shuffled separately, as it is if less than 80 % of it is needed. Raises
+    ValueError for less than one sample of tokens.
     """
     per_epoch = (tokens - 1) // sequence_length
     if per_epoch < 1:
@@ -264,7 +267,7 @@ class MegatronOrder:
         self.parts, self.orders, self.weights = parts, orders, weights
         self.sequence_length = orders[0].sequence_length
         self.sizes = [order.per_epoch for order in orders]
-        self.turns = blend(normal(weights), samples)
+        self.turns = blend(normalize_weights(weights), samples)
         epochs = [
             f"{count.times}{' with the last one separate' * count.last_separate}"
             for count in (order.epochs for order in orders)
@@ -272,14 +275,16 @@ class MegatronOrder:
         self.name = f"Megatron, epochs: {', '.join(epochs)}"
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Epochs of each data set, by name, after `samples` samples."""
+        """Return, by name, how many epochs of each data set (a fraction) the first `samples`
+        samples are.
+        """
         taken = self.counts(samples)
         return {
             part.name: n / size for part, n, size in zip(self.parts, taken, self.sizes, strict=True)
         }
 
     def counts(self, samples: int) -> list[int]:
-        """Number of samples of each data set among the first `samples`."""
+        """Return how many of the first `samples` samples each data set has."""
         # past the run's samples the turns repeat
         rounds, rest = divmod(samples, len(self.turns))
         full, part = (
@@ -289,12 +294,12 @@ class MegatronOrder:
         return (rounds * full + part).tolist()
 
     def windows(self, first: int, count: int) -> Int64[np.ndarray, "count window"]:
-        """Read samples first .. first + count - 1."""
+        """Return samples first .. first + count - 1, as int64 [count, sequence_length + 1]."""
         return np.stack([self.orders[which].read(n) for which, n in self.samples(first, count)])
 
     def documents(self, first: int, count: int) -> list[str]:
-        """Describe what samples first .. first + count - 1 were cut from, one line each: `source:
-        sequences a, b`, counted from 0.
+        """Return a line for each of the samples first .. first + count - 1 that describes what it
+        was cut from: `source: sequences a, b`, counted from 0.
         """
         lines = []
         for which, sample in self.samples(first, count):
@@ -305,7 +310,9 @@ class MegatronOrder:
         return lines
 
     def samples(self, first: int, count: int) -> list[tuple[int, int]]:
-        """(data set index, number of its sample) for samples first .. first + count - 1."""
+        """Return (data set index, number of its sample) for each of the samples first .. first +
+        count - 1.
+        """
         taken, out = self.counts(first), []
         for sample in range(first, first + count):
             which = int(self.turns[sample % len(self.turns)])
@@ -315,15 +322,15 @@ class MegatronOrder:
 
 
 def shares(weights: Sequence[float], samples: int) -> list[int]:
-    """Number of samples to shuffle each data set for: its share by `normal` weights plus 0.5 %,
-    rounded up as Megatron does.
+    """Return how many samples each data set is shuffled for: its share of `samples` by `weights`,
+    which add up to 1, plus 0.5 %, rounded up as Megatron does.
     """
     return [math.ceil(math.ceil(samples * weight) * (1 + SURPLUS)) for weight in weights]
 
 
 def blend(weights: Sequence[float], samples: int) -> Int16[np.ndarray, " samples"]:
-    """Data set of each sample, by `normal` weights: the one furthest behind its share, the first of
-    equals.
+    """Return the data set index of each of `samples` samples: the one furthest behind its share of
+    `weights`, which add up to 1; of equals the first.
     """
     if len(weights) == 1:
         return np.zeros(samples, np.int16)

@@ -82,19 +82,24 @@ class _Units:
     """
 
     def __init__(self) -> None:
+        """The index begins without units."""
         # (room of the emptier, of the fuller) -> units
         self.having: dict[tuple[int, int], list[int]] = defaultdict(list)
         # bit n: whether an emptier one has room n, and of each the rooms of fuller ones
         self.emptier, self.fuller = 0, defaultdict(int)
 
     def add(self, unit: int, more: int, less: int) -> None:
-        """Add a unit with `more` room in its emptier and `less` in its fuller row."""
+        """Add row (or pair of rows) number `unit`, with `more` room left in its emptier row and
+        `less` in its fuller one.
+        """
         self.having[more, less].append(unit)
         self.emptier |= 1 << more
         self.fuller[more] |= 1 << less
 
     def take(self, long: int, short: int) -> int | None:
-        """Remove and return the unit with the least room that fits both; None if none does."""
+        """Remove and return the unit with the least room in which an item with pieces of `long` and
+        `short` tokens fits; None if there is none.
+        """
         # bit n: some unit has room long + n in its emptier row
         fitting = self.emptier >> long
         while fitting:
@@ -112,19 +117,19 @@ class _Units:
 
 
 def lowest(bits: int) -> int:
-    """Number of the lowest bit that is set."""
+    """Return the index of the lowest bit of `bits` that is set."""
     return (bits & -bits).bit_length() - 1
 
 
-Say = Literal["next", "end"]
+LabelMode = Literal["next", "end"]
 """Labelled tokens of an example: "next" is each token but the first, predicted from those before
 it; "end" is the last one only, for models with a scalar head.
 """
 
 
 def shuffle_row(number: int, size: int, seed: int) -> int:
-    """Row that is read as number `number` of `size` rows; each epoch is a new permutation by
-    `seed`.
+    """Return the row that is read as number `number`, counted over all epochs, of `size` rows; each
+    epoch is a new permutation by `seed`.
     """
     epoch, within = divmod(number, size)
     return int(permute_index(np.array([within]), size, seed_of(seed, "row", epoch))[0])
@@ -148,19 +153,19 @@ class PackedRows:
         packing: bool = True,
         weighted: bool = False,
         together: int = 1,
-        say: Say = "next",
+        label_mode: LabelMode = "next",
         seed: int = 0,
         per_example: Mapping[str, np.ndarray] | None = None,
     ):
         """Pack all rows now. `weighted`: batches carry the examples' loss weights."""
         self.examples, self.chosen, self.together = examples, chosen, together
         self.sequence_length, self.weighted = sequence_length, weighted
-        self.say, self.seed = say, seed
+        self.label_mode, self.seed = label_mode, seed
         # what else a batch brings of each token that is predicted, by name: of all tokens
         self.numbers: dict[str, np.ndarray] = {}
         # and of each example, for all its tokens
         self.per_example = dict(per_example or {})
-        self.first = 0 if say == "end" else 1  # token of an example that has a place
+        self.first = 0 if label_mode == "end" else 1  # token of an example that has a place
         lengths = self._lengths()[chosen].reshape(-1, together)
         # one each, where they are not packed
         # without packing each example claims a whole row
@@ -168,12 +173,14 @@ class PackedRows:
         self.rows = [chosen[row].tolist() for row in pack_pairs(room, sequence_length)]
 
     def _lengths(self) -> np.ndarray:
-        """Positions that each example takes in a row."""
+        """Return the number of positions that each example takes in a row: its tokens, or one less
+        where the last token is not an input.
+        """
         return self.examples.places() + 1 - self.first
 
     @property
     def parts(self) -> Sequence[Part]:
-        """The chosen examples as one source."""
+        """The chosen examples as one source of a mixture, for statistics."""
         spans = [self.examples.span(index) for index in sorted(self.chosen.tolist())]
         starts, stops = (
             np.array([key(span) for span in spans], np.int64)
@@ -184,23 +191,25 @@ class PackedRows:
 
     @property
     def tokens(self) -> int:
-        """Number of labelled tokens."""
-        if self.say == "end":
+        """Number of labelled tokens of all rows; with label mode "end" one per example."""
+        if self.label_mode == "end":
             return len(self.chosen)
         return int(self.examples.predictions()[self.chosen].sum())
 
     @property
     def full(self) -> float:
-        """Share of positions that are not padding."""
+        """Share of the positions of all rows that are not padding."""
         places = int(self._lengths()[self.chosen].sum())
         return places / (len(self.rows) * self.sequence_length)
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Epochs, by the source's name, after `samples` samples."""
+        """Return, by the source's name, how many epochs the first `samples` samples are."""
         return {self.examples.name: samples / len(self.rows)}
 
     def read(self, first: int, count: int) -> list[list[int]]:
-        """Rows (lists of example indices) of samples first .. first + count - 1."""
+        """Return the rows (lists of example indices) that are samples first .. first + count - 1;
+        each epoch is a new permutation.
+        """
         units, rows = len(self.rows) // self.together, []
         for sample in range(first, first + count):
             # rows of a pair are consecutive samples: the same microbatch sees both
@@ -233,13 +242,16 @@ class PackedRows:
             yield self.batch(selected + [[]] * (rows - len(selected)))
 
     def documents(self, first: int, count: int) -> list[str]:
-        """Describe which examples samples first .. first + count - 1 hold, one line each."""
+        """Return a line for each of the samples first .. first + count - 1 that says which examples
+        it holds.
+        """
         name = self.examples.name
         return [f"{name}: examples {', '.join(map(str, row))}" for row in self.read(first, count)]
 
     def places(self, row: Sequence[int]) -> Iterator[tuple[int, slice, slice]]:
-        """Yield, for each example of a row: its index, its slice of the row, and its slice of the
-        source's tokens there.
+        """Yield, for each example of a row (a list of example indices), its index, the slice of
+        positions that it takes in the row, and the slice of the source's tokens whose values belong
+        to these positions.
         """
         place = 0
         for index in row:
@@ -250,7 +262,9 @@ class PackedRows:
             place = here.stop
 
     def batch(self, rows: Sequence[Sequence[int]]) -> Batch:
-        """Make the batch of these rows of example indices."""
+        """Return the batch of these rows, each a list of example indices: tokens, labels,
+        positions, a document per example and one of padding, and per-token numbers and weights.
+        """
         shape = len(rows), self.sequence_length
         tokens, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         weights, starts = np.zeros(shape, np.float32), np.zeros(shape, np.int64)
@@ -280,10 +294,12 @@ class PackedRows:
         return replace(batch, weights=torch.from_numpy(weights)) if self.weighted else batch
 
     def _encode_example(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Input tokens of an example, their labels (IGNORED where not trained) and loss weights."""
+        """Return the input tokens of an example, their labels (IGNORED where not trained), and the
+        loss weight of each.
+        """
         span = self.examples.span(index)
         ids = self.examples.tokens[span].astype(np.int64)
-        if self.say == "end":
+        if self.label_mode == "end":
             counts = np.arange(1, len(ids) + 1) == len(ids)
             # a scalar head labels the last token with itself
             return ids, np.where(counts, ids, IGNORED), counts

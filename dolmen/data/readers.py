@@ -34,7 +34,7 @@ BLOCK = 512  # packed bytes at once: zstd makes at most 128 KiB of 4 bytes
 
 @contextmanager
 def open_decompressed(file: Path) -> Iterator[BinaryIO]:
-    """Context manager: a binary stream of the file, decompressed if it is .gz or .zst. Raises
+    """Context manager: open the file as a binary stream, decompressed if it is .gz or .zst. Raises
     ValueError, naming the file, for one that is damaged, truncated or unpacks to far too much.
     """
     suffix = file.suffix.lower()
@@ -52,6 +52,7 @@ class Unpacked(io.RawIOBase):
     """Raw stream of a file's decompressed bytes (`inner`) that bounds their number."""
 
     def __init__(self, file: Path, inner: "gzip.GzipFile | Zstandard"):
+        """`file`: path of the packed file. `inner`: stream of its decompressed bytes."""
         self.file, self.inner, self.count = file, inner, 0
         self.size = file.stat().st_size
         self.most = max(ALWAYS, MOST_TIMES * self.size)
@@ -85,6 +86,7 @@ class Zstandard(io.RawIOBase):
     """
 
     def __init__(self, packed: BinaryIO):
+        """`packed`: the compressed stream."""
         self.packed, self.ready, self.rest = packed, b"", b""
         self.frame = None
 
@@ -119,8 +121,8 @@ Located = tuple[dict[str, Any], str]
 
 
 def form(file: Path) -> str | None:
-    """Suffix that decides how to read `file`, without that of compression; "" for a file that is
-    read if it is UTF-8 text, None if it is not read.
+    """Return the suffix that decides how to read `file`, without that of compression; "" for a file
+    that is read if it is UTF-8 text, None if it is not read.
     """
     name = Path(file.stem) if file.suffix.lower() in PACKED else file
     suffix = name.suffix.lower()
@@ -132,12 +134,16 @@ def form(file: Path) -> str | None:
 
 
 def is_whole_file(file: Path) -> bool:
-    """True if the file is one uncompressed document."""
+    """Return True if the file is one uncompressed text document, so that the document is the file's
+    bytes.
+    """
     return form(file) in TEXT and file.suffix.lower() not in PACKED
 
 
 def looks_like_text(file: Path) -> bool:
-    """True if the file begins with UTF-8 text without zero bytes (4096 bytes are read)."""
+    """Return True if the first 4,096 bytes of the file, decompressed, are UTF-8 text without zero
+    bytes.
+    """
     try:
         with open_decompressed(file) as stream:
             head = stream.read(4096)
@@ -151,8 +157,8 @@ def looks_like_text(file: Path) -> bool:
 
 
 def read_documents(file: Path, text_field: str) -> Iterator[Iterable[str]]:
-    """Yield the documents of a file, each as blocks of text. Raises ValueError naming the file and
-    row.
+    """Yield the documents of a file, by its suffix, each as blocks of text; rows have their text in
+    `text_field`. Raises ValueError naming the file and row.
     """
     return READERS[form(file) or ""](file, text_field)
 
@@ -181,7 +187,9 @@ def text_documents(file: Path, text_field: str) -> Iterator[Iterator[str]]:
 
 
 def jsonl_documents(file: Path, text_field: str) -> Iterator[list[str]]:
-    """Yield each line's text as a document."""
+    """Yield the text of each row of a .jsonl, its field `text_field`, as a document of one
+    block.
+    """
     for row, where in jsonl_rows(file):
         yield [row_text(row, text_field, where)]
 
@@ -238,7 +246,7 @@ def small_rows(rows: Iterator[Located], max_bytes: int | None) -> Iterator[Locat
 
 
 def json_documents(file: Path, text_field: str) -> Iterator[list[str]]:
-    """Yield each row's text as a document."""
+    """Yield the text of each row of a .json, its field `text_field`, as a document of one block."""
     for row, where in json_rows(file):
         yield [row_text(row, text_field, where)]
 
@@ -262,8 +270,8 @@ def json_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
 
 
 def parquet_documents(file: Path, text_field: str) -> Iterator[list[str]]:
-    """Yield each row's text as a document. Raises Refused where the file is damaged or lacks the
-    column.
+    """Yield the text of each row of a .parquet, its column `text_field`, as a document of one
+    block. Raises Refused where the file is damaged or lacks the column.
     """
     with parquet(file, [text_field]) as table:
         for text in column_texts(table, text_field, str(file)):
@@ -338,23 +346,27 @@ def column_texts(table: "Dataset | IterableDataset", text_field: str, where: str
 def check_column(text_field: str, columns: Sequence[str], where: str) -> None:
     """Raise Refused, listing the columns, unless `text_field` is one of them."""
     if text_field not in columns:
-        raise refuse(where, f"no {text_field!r} but columns {advice(columns)}")
+        raise refuse(where, f"no {text_field!r} but columns {field_hint(columns)}")
 
 
 def row_text(row: dict[str, Any], text_field: str, where: str) -> str:
-    """Text of a row's field. Raises ValueError, saying what to do, if it has no such field."""
+    """Return the text in a row's field `text_field`. Raises ValueError, saying what to do, if it
+    has no such field or it is not text.
+    """
     if text_field not in row:
-        problem = f"no {text_field!r} but keys {advice(list(row))}"
+        problem = f"no {text_field!r} but keys {field_hint(list(row))}"
         raise refuse(where, f"{problem}; {LEAVE_OUT}")
     return text_of(row[text_field], text_field, where)
 
 
-def advice(names: Sequence[str]) -> str:
-    """List the field names, with a hint on how to read such rows."""
+def field_hint(names: Sequence[str]) -> str:
+    """Return the first field names of a row for an error message, with a hint on how to read such
+    rows.
+    """
     keys = ", ".join(str(name)[:40] for name in names[:6])
     # a chat data set read as text is the usual mistake
     if chat := [name for name in ("messages", "conversations", "conversation") if name in names]:
-        return f"{keys}: {chats(chat[0])}"
+        return f"{keys}: {chat_hint(chat[0])}"
     if "instruction" in names and "output" in names:
         return (
             f"{keys}: these are instruction data, but --data.rows is text: dolmen train sft, or "
@@ -364,8 +376,8 @@ def advice(names: Sequence[str]) -> str:
     return f"{keys}: use --data.text-field"
 
 
-def chats(name: str) -> str:
-    """Hint for rows whose field `name` holds chats."""
+def chat_hint(name: str) -> str:
+    """Return the hint of an error message for rows of text whose field `name` holds chats."""
     return (
         f"{name!r} has chats, but --data.rows is text: dolmen train sft, or --data.rows chats, "
         "trains on the assistant's turns; to train on all as text, render each into one field "
@@ -375,11 +387,11 @@ def chats(name: str) -> str:
 
 
 def text_of(value: object, text_field: str, where: str) -> str:
-    """Return the text, "" for null, which leaves the document out. Raises ValueError where it is
-    not text, or cannot be written as UTF-8.
+    """Return a field's value as text, "" for null, which leaves the document out. Raises ValueError
+    where it is not text, or cannot be written as UTF-8.
     """
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        raise refuse(where, chats(text_field))
+        raise refuse(where, chat_hint(text_field))
     if value is not None and not isinstance(value, str):
         raise refuse(
             where,

@@ -38,7 +38,7 @@ RUN_KEYS = {"name", "layout", "data", "optimizer", "train", "checkpoint", "log"}
 LINKS = "links to folders"  # which would have to be named themselves
 
 
-class Found:
+class EntryFiles:
     """Files of one --data.path entry, and counts of what was left out."""
 
     def __init__(self, entry: str, files: list[Path] | None = None):
@@ -85,7 +85,9 @@ class Found:
         self.skipped[LINKS] += len(links)
 
     def add(self, file: Path) -> None:
-        """Add a file if it is read, else count it as skipped, by kind."""
+        """Add a file to those that are read, or else count it as skipped, by kind. An .idx of
+        Megatron is neither: it is read with its .bin.
+        """
         self.seen += 1
         if file.name.startswith("."):
             self.skipped["hidden folders and files"] += 1
@@ -104,14 +106,16 @@ class Found:
             self.files.append(file.absolute())
 
     def _skip(self, file: Path, kind: str) -> None:
-        """Count a skipped file and its bytes."""
+        """Count a file that is not read, and its bytes, under `kind`, for the notes."""
         self.skipped[kind] += 1
         self.bytes_skipped += file.stat().st_size
 
     def left_out(self, folder: Path, cache: Path | None) -> bool:
-        """True if dolmen has written `folder`; the reason is remembered for the notes."""
+        """Return True if dolmen has written `folder` (a run, tokens, the cache), so that it is not
+        read; the reason is remembered for `notes`.
+        """
         if folder not in self.folders:
-            self.folders[folder] = ours(folder, cache)
+            self.folders[folder] = written_by_dolmen(folder, cache)
         return bool(self.folders[folder])
 
     def notes(self) -> list[str]:
@@ -126,8 +130,10 @@ class Found:
         return [*folders, *([f"{', '.join(kinds)} in {self.entry}{size}"] if kinds else [])]
 
 
-def ours(folder: Path, cache: Path | None) -> str:
-    """Say what in `folder` dolmen has written (a run, tokens, the cache); "" if it has not."""
+def written_by_dolmen(folder: Path, cache: Path | None) -> str:
+    """Return what dolmen has written in `folder`, for messages ("a run of dolmen", "tokens of
+    dolmen", "the token cache"); "" if it has not.
+    """
     if cache is not None and cache.exists() and folder.exists() and folder.samefile(cache):
         return "the token cache"
     if (folder / "tokens.bin").exists() and (folder / "index.json").exists():
@@ -161,7 +167,7 @@ class DataSource:
 
     @property
     def label(self) -> str:
-        """The option and the name, as messages begin."""
+        """The option and the source's name, with which messages about it begin."""
         return f"{self.option} {self.name}"
 
     @property
@@ -171,15 +177,15 @@ class DataSource:
 
     @property
     def text(self) -> bool:
-        """True if some of it is text, and not only tokens."""
+        """True if some of the source is text (files or hub data sets), not only tokens (.bin)."""
         return bool(self.files or self.hubs)
 
     def only_text(self) -> "DataSource":
-        """The source without its .bin files."""
+        """Return the source without its .bin files."""
         return replace(self, indexed=())
 
     def only(self, file: Path) -> "DataSource":
-        """The source with only the .bin `file`."""
+        """Return a source that has only the .bin `file` of this one."""
         return replace(self, name=str(file), files=(), hubs=(), left_out=(), indexed=(file,))
 
 
@@ -221,8 +227,8 @@ def parse_weight(entry: str, option: str) -> tuple[str, Fraction | None]:
 def gather(
     entries: Sequence[str], weight: Fraction | None, option: str, cache: Path | None
 ) -> DataSource:
-    """Make one source of the entries. Raises as `entry_files` does, and ValueError where all files
-    are empty.
+    """Return the entries as one source: their files, .bin files and hub ids, each file once. Raises
+    ValueError or FileNotFoundError for an entry that cannot be read, and where all files are empty.
     """
     files, hubs, left_out = [], [], []
     for entry in entries:
@@ -240,31 +246,29 @@ def gather(
     return DataSource(name, weight, tuple(files), tuple(hubs), tuple(left_out), tokens, option)
 
 
-def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
-    """Absolute files of an entry (file, folder, glob, .bin, or the standard library), sorted; None
-    for a hub id. Raises ValueError for a file that cannot be read, FileNotFoundError where nothing
-    is there.
+def entry_files(entry: str, option: str, cache: Path | None) -> EntryFiles | None:
+    """Return the absolute files of an entry (file, folder, glob, URL, .bin, or the standard
+    library), sorted, with counts of what was left out; None for a hub id. Raises ValueError for a
+    file that cannot be read, FileNotFoundError where nothing is there.
     """
-    if is_url(entry):
-        return stored_files(entry, option)
     if is_url(entry):
         return stored_files(entry, option)
     path = expand(entry)
     if entry == STANDARD_LIBRARY and not path.exists():
-        return Found(entry, standard_library_files())
+        return EntryFiles(entry, standard_library_files())
     if (data_set := named_indexed(path)) is not None:
-        return Found(entry, [data_set.absolute()])
+        return EntryFiles(entry, [data_set.absolute()])
     if path.is_file():
         if form(path) is None:
             raise ValueError(f"{option} {entry}: cannot read {path.suffix}; {SUPPORTED}")
         if form(path) == "" and not looks_like_text(path):
             raise ValueError(f"{option} {entry} is not UTF-8 text; {SUPPORTED}")
-        return Found(entry, [path.absolute()])
+        return EntryFiles(entry, [path.absolute()])
     if not path.is_dir() and not glob.has_magic(entry):
         if is_hub_id(entry):
             return None
         raise FileNotFoundError(f"{option} {entry}: no such file or folder")
-    files = Found(entry)
+    files = EntryFiles(entry)
     if path.is_dir():
         files.walk(path, cache)
     else:
@@ -278,13 +282,13 @@ def entry_files(entry: str, option: str, cache: Path | None) -> Found | None:
     return files
 
 
-def stored_files(entry: str, option: str) -> Found:
-    """Return the local copies of what a URL means: an object, all files of a known suffix in a
-    folder, or those of a glob, whose last part alone may be a pattern. Raises ValueError where
-    there is nothing to read, and StorageError.
+def stored_files(entry: str, option: str) -> EntryFiles:
+    """Download what a URL means, and return the local copies: an object, all files of a known
+    suffix in a folder, or those of a glob, whose last part alone may be a pattern. Raises
+    ValueError where there is nothing to read, and StorageError.
     """
     folder, _, last = entry.rstrip("/").rpartition("/")
-    is_glob, found = glob.has_magic(last), Found(entry)
+    is_glob, found = glob.has_magic(last), EntryFiles(entry)
     if glob.has_magic(folder):
         raise ValueError(f"{option} {entry}: only the last part of a URL may be a pattern")
     if not is_glob and (file := storage.pull_file(entry)) is not None:
@@ -310,8 +314,8 @@ def stored_files(entry: str, option: str) -> Found:
 
 
 def readable_names(meant: Collection[str], names: Collection[str]) -> list[str]:
-    """Return those of the names `meant` that are read: of a known suffix, not hidden, and not in a
-    folder that dolmen has uploaded, of which a file in `names`, all that there are, tells.
+    """Return the names among `meant` that are read: of a known suffix, not hidden, and in no folder
+    that dolmen has uploaded. `names`: all objects, among which marker files show such folders.
     """
     marks = (".dolmen", storage.SUMS)
     written = {PurePosixPath(n).parent for n in names if n.rpartition("/")[2] in marks}
@@ -321,7 +325,7 @@ def readable_names(meant: Collection[str], names: Collection[str]) -> list[str]:
 
 
 def named_indexed(path: Path) -> Path | None:
-    """The .bin that `path` means, by its own name, by its .idx, or by the common prefix that
+    """Return the .bin that `path` means, by its own name, by its .idx, or by the common prefix that
     Megatron uses; None where there is none.
     """
     if path.suffix == IDX:
@@ -332,7 +336,7 @@ def named_indexed(path: Path) -> Path | None:
 
 
 def is_hub_id(entry: str) -> bool:
-    """True if an entry that is not a path can be a hub id: `name` or `org/name`, maybe with
+    """Return True if an entry that is not a path can be a hub id: `name` or `org/name`, maybe with
     `:config`. With a data file's suffix it is a misspelled path.
     """
     known = form(Path(entry)) or Path(entry).suffix in (BIN, IDX)
@@ -340,8 +344,8 @@ def is_hub_id(entry: str) -> bool:
 
 
 def standard_library_files() -> list[Path]:
-    """Files of the running Python's standard library, sorted, without its tests and without
-    installed packages.
+    """Return the source files of the running Python's standard library, sorted, without its tests
+    and without installed packages.
     """
     root = Path(sysconfig.get_path("stdlib"))
     return sorted(
@@ -356,8 +360,8 @@ def standard_library_files() -> list[Path]:
 
 
 def gzip_xz_bits(files: Sequence[Path]) -> tuple[float, float]:
-    """Bits per byte of `gzip -9` and of `xz -9`, each file compressed by itself, over all bytes.
-    Raises ValueError where all files are empty.
+    """Return the bits per byte that `gzip -9` and `xz -9` need for the files, each compressed by
+    itself, over all bytes. Raises ValueError where all files are empty.
     """
     texts = [file.read_bytes() for file in files]
     plain = sum(map(len, texts))

@@ -153,8 +153,9 @@ class Template:
         return MARK.search(self.text) is not None
 
     def tokens(self, chat: Chat, train_on: MaskingStrategy) -> tuple[np.ndarray, np.ndarray]:
-        """Return (token ids of the rendered chat, mask of the trained ones): the assistant's turns,
-        only its last turn, or all. Raises ValueError for a chat that the template cannot render.
+        """Return (token ids of the rendered chat, mask of the trained ones): those of the
+        assistant's turns ("assistant"), of its last turn ("last"), or all. Raises ValueError for a
+        chat that the template cannot render.
         """
         text, spans = self._render_marked(chat) if self.marks else self._render_matched(chat)
         ids, turns = self._encode(text, spans)
@@ -178,8 +179,8 @@ class Template:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _render_marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        """Render the chat: text, and the character spans between the template's generation
-        marks.
+        """Render the chat; return the text, and the character spans between the template's {%
+        generation %} marks: the assistant's turns.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -195,8 +196,8 @@ class Template:
         return texts[0], spans[0]
 
     def _render_matched(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
-        """Render the chat: text, and the character span of each assistant turn, found by rendering
-        the chat's beginnings.
+        """Render the chat; return the text, and the character span of each assistant turn, found by
+        rendering the chat up to it and up to its end.
         """
         full = self._render(chat, chat.messages)
         numbers = [i for i, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
@@ -205,8 +206,8 @@ class Template:
     def _encode(
         self, text: str, spans: Sequence[tuple[int, int]]
     ) -> tuple[np.ndarray, list[slice]]:
-        """Token ids of the text, and for each span of characters the slice of tokens that overlap
-        it.
+        """Return the token ids of the text, and for each span of characters the slice of tokens
+        that overlap it; a span without tokens is left out.
 
         Tokenizers that trim offsets (ByteLevel(trim_offsets=True)) assign the spaces before a word
         to no character, and a token of spaces has an empty range: it is taken to reach from the
@@ -226,8 +227,9 @@ class Template:
         return np.array(encoded.ids, np.int64), turns
 
     def _span(self, chat: Chat, full: str, number: int) -> tuple[int, int]:
-        """Character span of the assistant's message `number` in the rendered chat `full`. Raises
-        Refused where the template renders earlier messages differently once others follow.
+        """Return the character span of the assistant's message `number` in the rendered chat
+        `full`, its end-of-turn token included. Raises Refused where the template renders earlier
+        messages differently once others follow.
         """
         messages = chat.messages
         if number:
@@ -253,7 +255,9 @@ class Template:
         return len(before), len(before) + len(bare if ends else turn)
 
     def _render(self, chat: Chat, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        """Render messages as text; `prompt`: with the beginning of the assistant's next turn."""
+        """Return messages rendered as text; `prompt`: with the beginning of the assistant's next
+        turn.
+        """
         return self._apply(chat, messages, add_generation_prompt=prompt, tokenize=False)
 
     def _apply(self, chat: Chat, messages: list[dict[str, Any]], **options: Any) -> Any:
@@ -313,8 +317,8 @@ def template_of(tokenizer: PreTrainedTokenizer, name: str | None) -> Template:
 
 
 def tokenizer_template(tokenizer: PreTrainedTokenizer, mend: str, choose: str) -> Template:
-    """Return the tokenizer's own template. Raises ValueError where there is none (`mend`: what
-    to do), or several and no default (`choose`: what to do).
+    """Return the tokenizer's own chat template. Raises ValueError where there is none, or several
+    and no default; `mend`, `choose`: what the user should do then, for the message.
     """
     if not tokenizer.chat_template:
         raise ValueError(f"the tokenizer has no chat template: {mend}")

@@ -48,7 +48,7 @@ class Form(NamedTuple):
     files: tuple[str, ...]
 
 
-def found_or_built(
+def find_or_build(
     cache: Path,
     origin: dict[str, Any],
     form: Form,
@@ -121,8 +121,8 @@ def check_folder(
 def write_index(
     folder: Path, form: Form, index: dict[str, Any], digests: Mapping[str, str] | None = None
 ) -> None:
-    """Write the index of a folder whose files are there, with their sizes and digests; `digests`
-    has those already computed.
+    """Write index.json of a cache folder whose files are there: `index`, with their sizes and
+    digests, and a digest of itself. `digests` has those already computed.
     """
     known = digests or {}
     index = {
@@ -134,13 +134,15 @@ def write_index(
 
 
 def identity_of(file: Path) -> list:
-    """[path, bytes, modification time, change time] of a file; times in ns."""
+    """Return [path, bytes, modification time, change time] of a file, times in ns, by which changed
+    content is noticed without reading it.
+    """
     status = file.stat()
     return [str(file), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
 def file_digest(file: Path) -> str:
-    """XXH3 (128 bits, hexadecimal) of a file's content."""
+    """Return the XXH3 hash (128 bits, hexadecimal) of a file's content."""
     digest = xxhash.xxh3_128()
     with open(file, "rb") as content:
         while block := content.read(1 << 22):
@@ -149,7 +151,7 @@ def file_digest(file: Path) -> str:
 
 
 def digest_of(index: Mapping[str, Any]) -> str:
-    """XXH3 of an index, as JSON with sorted keys."""
+    """Return the XXH3 hash of an index (JSON with sorted keys), in hexadecimal."""
     return xxhash.xxh3_128_hexdigest(json.dumps(index, sort_keys=True).encode())
 
 

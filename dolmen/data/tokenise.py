@@ -47,6 +47,7 @@ class TextHash:
     """
 
     def __init__(self):
+        """Begin with an empty text."""
         self._exact, self._words = hashlib.blake2b(digest_size=8), xxhash.xxh3_64()
         self.size = self.pieces = 0
 
@@ -59,7 +60,7 @@ class TextHash:
 
     @property
     def exact(self) -> int:
-        """Hash of the bytes."""
+        """Hash of the bytes so far, 64 bits."""
         return int.from_bytes(self._exact.digest(), "little")
 
     @property
@@ -128,8 +129,8 @@ def first_lines(source: DataSource, text_field: str, max_bytes: int | None) -> I
 
 
 def cut(blocks: Iterable[str], piece: int = PIECE) -> Iterator[tuple[str, bool]]:
-    """Cut a document that comes in `blocks` into (text, is it the last) of at most `piece`
-    characters each.
+    """Cut a document, whose text comes in `blocks`, into pieces of at most `piece` characters;
+    yield (text, whether it is the last piece).
     """
     rest = ""
     for block in blocks:
@@ -137,7 +138,7 @@ def cut(blocks: Iterable[str], piece: int = PIECE) -> Iterator[tuple[str, bool]]
         rest, start = rest + block, 0
         while len(rest) - start > piece:
             # pieces are at least half full
-            end = seam(rest, start + piece // 2, start + piece)
+            end = find_cut(rest, start + piece // 2, start + piece)
             yield rest[start:end], False
             start = end
         rest = rest[start:]
@@ -145,8 +146,8 @@ def cut(blocks: Iterable[str], piece: int = PIECE) -> Iterator[tuple[str, bool]]
         yield rest, True
 
 
-def seam(text: str, low: int, high: int) -> int:
-    """Find where to cut a text in (low, high]: before the last line that is not indented, where
+def find_cut(text: str, low: int, high: int) -> int:
+    """Return where to cut a text in (low, high]: before the last line that is not indented, where
     byte-level tokenizers begin a word anyway, so that no token changes; else before a line, else
     before a space, else at `high`, which must be less than len(text).
     """
@@ -176,7 +177,9 @@ def load_hub(name: str, option: str):
 
 
 def hub_rows(name: str, text_field: str, option: str) -> Iterator[str]:
-    """Yield the texts of a hub data set. Raises Refused where the column is missing."""
+    """Yield the text of each row of a hub data set, from column `text_field`. Raises Refused where
+    the column is missing.
+    """
     table = load_hub(name, option)
     check_column(text_field, table.column_names, f"{option} {name}")
     yield from column_texts(table.select_columns([text_field]), text_field, name)
@@ -206,9 +209,10 @@ def write_tokens(
     workers: int,
     reach: Callable[[int], None],
 ) -> Written:
-    """Tokenise a source with `workers` threads and write tokens.bin into `folder`; return the other
-    records. `origin` is the cache's description: files with sizes, text_field, end_of_text (written
-    behind every document), dtype. `reach(bytes read)` reports progress.
+    """Tokenise a source with `workers` threads and write tokens.bin into `folder`; return the ends,
+    sizes and hashes of its documents, the seams of those cut into pieces, the largest token and a
+    digest of the file. `origin` is the cache's description: files with sizes, text_field,
+    end_of_text (written behind every document), dtype. `reach(bytes read)` reports progress.
     """
     ends, documents, seams = array("q"), Column(DOCUMENT), Column(SEAM)
     # bytes of the files before each
@@ -267,7 +271,7 @@ class Column:
         self.bytes += np.array(record, self.dtype).tobytes()
 
     def array(self) -> np.ndarray:
-        """All records as an array."""
+        """Return all records as one array."""
         return np.frombuffer(self.bytes, self.dtype)
 
 
@@ -296,8 +300,8 @@ def encode_pieces(
 
 
 def group_pieces(parts: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces into lists of about PIECE characters, so that a short document is not a task of
-    its own.
+    """Yield the pieces in lists of about PIECE (262,144) characters, so that a short document is
+    not a task of its own.
     """
     group, characters = [], 0
     for piece in parts:

@@ -29,8 +29,8 @@ NUMBERED = re.compile("<0x([0-9A-F]{2})>")
 
 
 def _alphabet() -> dict[int, str]:
-    """Byte -> the letter that stands for it in byte-level BPE: itself where it is printable, else
-    the next code point from 256 on, as in GPT-2.
+    """Return byte -> the letter that stands for it in byte-level BPE: itself where it is printable,
+    else the next code point from 256 on, as in GPT-2.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in printable]
@@ -44,7 +44,9 @@ BYTES = {letter: byte for byte, letter in LETTERS.items()}
 
 
 def bytes_of(token: str) -> bytes | None:
-    """Return the bytes that a byte-level token stands for; None for a token of characters."""
+    """Return the bytes that a token stands for, written by GPT-2's letters or as <0xE4>; None for a
+    token of characters.
+    """
     if numbered := NUMBERED.fullmatch(token):
         return bytes([int(numbered[1], 16)])
     if any(letter not in BYTES for letter in token):
@@ -155,7 +157,9 @@ def load_tokenizer(
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizer) -> int:
-    """Rows that an embedding needs: the largest id + 1, added tokens and gaps included."""
+    """Return the number of rows that an embedding needs: the largest id + 1, added tokens and gaps
+    included.
+    """
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
@@ -187,8 +191,8 @@ def check_encodes(tokenizer: PreTrainedTokenizer, text: str, where: str) -> None
 
 
 def end_of_text_id(tokenizer: PreTrainedTokenizer, override: str | None = None) -> int:
-    """Id of the token that ends a document: `override`, else the tokenizer's EOS. Raises ValueError
-    where there is neither, or the vocabulary lacks `override`.
+    """Return the id of the token that ends a document: `override`, else the tokenizer's EOS. Raises
+    ValueError where there is neither, or the vocabulary lacks `override`.
     """
     if override is not None:
         # convert_tokens_to_ids would return the unknown token
@@ -208,8 +212,8 @@ def end_of_text_id(tokenizer: PreTrainedTokenizer, override: str | None = None) 
 
 
 def padding(tokenizer: PreTrainedTokenizer) -> int | None:
-    """Id of a pad token that is not EOS: the first of pad, unknown and BOS that differs from it;
-    None without one.
+    """Return the id of a token for padding that is not EOS: the first of pad, unknown and BOS that
+    differs from it; None without one.
     """
     known = (tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id)
     usable = [token for token in known if token is not None and token != tokenizer.eos_token_id]
@@ -217,8 +221,8 @@ def padding(tokenizer: PreTrainedTokenizer) -> int | None:
 
 
 def fingerprint(tokenizer: PreTrainedTokenizer) -> str:
-    """Hash of everything that decides the ids of a text; equal for equal tokenizers wherever they
-    are stored.
+    """Return a hash of everything that decides the ids of a text; equal for equal tokenizers
+    wherever they are stored.
     """
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
@@ -248,7 +252,7 @@ def encoder(tokenizer: PreTrainedTokenizer) -> Callable[[str], np.ndarray]:
     backend.no_padding()
 
     def encode(text: str) -> np.ndarray:
-        """Token ids of a text."""
+        """Return the token ids of a text. Raises Refused if the tokenizer panics."""
         with tokenizer_files.refused_by_name("--data.tokenizer"):
             encoding = backend.encode_batch_fast([text], add_special_tokens=False)[0]
         return np.array(encoding.ids, dtype)
@@ -257,7 +261,7 @@ def encoder(tokenizer: PreTrainedTokenizer) -> Callable[[str], np.ndarray]:
 
 
 def token_dtype(tokenizer: PreTrainedTokenizer) -> np.dtype:
-    """uint16 if the vocabulary has at most 65,536 ids, else uint32."""
+    """Return uint16 if the vocabulary has at most 65,536 ids, else uint32 (little-endian)."""
     return np.dtype("<u2" if vocabulary_size(tokenizer) <= 1 << 16 else "<u4")
 
 

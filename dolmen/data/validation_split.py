@@ -42,7 +42,7 @@ import numpy as np
 
 from dolmen.core.messages import plural
 from dolmen.data.corpus import Corpus, total_size
-from dolmen.data.mixture import TokenStream, normal
+from dolmen.data.mixture import TokenStream, normalize_weights
 from dolmen.data.sources import DataSource
 from dolmen.data.tokenise import pieces
 from dolmen.data.tokenizer import PreTrainedTokenizer
@@ -125,8 +125,8 @@ def overlap_error(name: str) -> ValueError:
 
 
 def large_words(table: np.ndarray) -> np.ndarray:
-    """Words' hashes of the documents with more than a quarter of the source's bytes; copies count
-    once, as large as the largest.
+    """Return the words' hashes of the documents with more than a quarter of the source's bytes;
+    copies count once, as large as the largest.
     """
     words, which = np.unique(table["words"], return_inverse=True)
     sizes = np.zeros(len(words), np.int64)
@@ -135,7 +135,7 @@ def large_words(table: np.ndarray) -> np.ndarray:
 
 
 def union(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Sorted distinct values of all arrays."""
+    """Return the sorted distinct values of all arrays, uint64."""
     return np.unique(np.concatenate([*parts, np.zeros(0, np.uint64)]))
 
 
@@ -154,7 +154,7 @@ def split_of(text: str, count: int) -> list[tuple[int, int]]:
     if not shares[0]:
         raise ValueError(f"data.split {text} leaves nothing to train on: its first number is 0")
     marks = [0.0]
-    for share in normal(shares):
+    for share in normalize_weights(shares):
         marks.append(marks[-1] + share)
     # rounded as Megatron does, so that the split is the same
     rounded = [int(round(mark * float(count))) for mark in marks]
@@ -173,7 +173,7 @@ class Ending(NamedTuple):
     bytes: int
 
 
-def ending(
+def find_ending(
     corpus: Corpus,
     source: DataSource,
     index: int,
@@ -181,7 +181,7 @@ def ending(
     tokenizer: PreTrainedTokenizer,
     text_field: str,
 ) -> Ending:
-    """Find where to cut off the last `fraction` of the tokens of document `index`: at least one
+    """Return where to cut off the last `fraction` of the tokens of document `index`: at least one
     token and the end of text, at a token that begins with a character. `source` is read again if
     need be. Raises ValueError if the text has changed since it was tokenised, or offsets are not
     known.
@@ -219,7 +219,9 @@ def ending(
 
 
 def seams(corpus: Corpus, index: int, length: int, size: int) -> np.ndarray:
-    """Tokens and bytes of a document up to the end of each of its pieces, int64 [pieces, 2]."""
+    """Return the tokens and bytes of a document up to the end of each of the pieces in which it was
+    tokenised, int64 [pieces, 2]. `length`, `size`: its tokens and bytes.
+    """
     document_seams = corpus.seams[corpus.seams["document"] == index]
     if not len(document_seams):
         return np.array([[length - 1, size]])
@@ -227,7 +229,9 @@ def seams(corpus: Corpus, index: int, length: int, size: int) -> np.ndarray:
 
 
 def document(source: DataSource, index: int, text_field: str) -> Iterator[str]:
-    """Yield the pieces of the source's document `index`."""
+    """Yield the text of the source's document number `index`, in pieces; all documents before it
+    are read.
+    """
     number = 0
     for piece in pieces(source, text_field):
         if number == index:
@@ -238,8 +242,9 @@ def document(source: DataSource, index: int, text_field: str) -> Iterator[str]:
 
 
 def cuts(tokenizer: PreTrainedTokenizer, text: str, near: int) -> list[int | None]:
-    """For each token of `text`, the number of characters before it; None where a cut there would
-    split a character, and, for tokenizers without offsets, far from token `near`.
+    """Return for each token of `text` the number of characters before it, where the text may be
+    cut; None where a cut there would split a character, and, for tokenizers without offsets, far
+    from token `near`.
     """
     if not tokenizer.is_fast:
         return slow_cuts(tokenizer, text, near)
@@ -257,8 +262,9 @@ def cuts(tokenizer: PreTrainedTokenizer, text: str, near: int) -> list[int | Non
 def slow_cuts(
     tokenizer: PreTrainedTokenizer, text: str, near: int, reach: int = 8
 ) -> list[int | None]:
-    """`cuts` for a tokenizer without offsets, tried within `reach` tokens of `near`: a cut is clean
-    where the tokens before and behind decode to the whole text.
+    """Return for each token of `text` the number of characters before it, for a tokenizer without
+    offsets: tried within `reach` tokens of `near`, None elsewhere and where the tokens before and
+    behind do not decode to the whole text.
     """
     ids = tokenizer.encode(text, add_special_tokens=False)
     places: list[int | None] = [None] * len(ids)
@@ -279,7 +285,10 @@ def hold_out(
     tokenizer: PreTrainedTokenizer,
     text_field: str,
 ) -> list[Division]:
-    """Divide all sources by one choice of `fraction` of their documents; see `choose_held_out`."""
+    """Divide each source into training and validation text: `fraction` of all documents, chosen by
+    a hash of their text, so that copies in all sources are held out together. Where all documents
+    of a source are too large, the end of its longest is held out.
+    """
     choice = choose_held_out([corpus.documents for corpus in corpora], fraction)
     endings: dict[int, Ending] = {}
     for exact in choice.cut:
@@ -288,15 +297,18 @@ def hold_out(
             for source, corpus in zip(sources, corpora, strict=True)
             if len(matches := np.flatnonzero(corpus.documents["hash"] == exact))
         )
-        endings[exact] = ending(corpus, source, int(copies[0]), fraction, tokenizer, text_field)
+        endings[exact] = find_ending(
+            corpus, source, int(copies[0]), fraction, tokenizer, text_field
+        )
     return divide_sources(corpora, choice, endings, ", chosen by a hash of their text")
 
 
 def divide_sources(
     corpora: Sequence[Corpus], choice: Choice, endings: dict[int, Ending], why: str
 ) -> list[Division]:
-    """Divide each source by `choice`. `endings`: exact hash of a document in `choice.cut` -> where
-    it is cut; `why`: how the held-out ones were chosen, for the notes.
+    """Divide each source into training and validation text by `choice`, in order: a text is
+    validated in the first source that has it. `endings`: exact hash of a document in `choice.cut`
+    -> where it is cut; `why`: how the held-out ones were chosen, for the notes.
     """
     validated: set[int] = set()
     return [divide_one(corpus, choice, endings, validated, why) for corpus in corpora]
@@ -314,7 +326,9 @@ class Masks(NamedTuple):
 
 
 def find_held_out(documents: np.ndarray, choice: Choice) -> Masks:
-    """Find the documents of a source that `choice` holds out, and their copies."""
+    """Return masks of the documents of a source that `choice` holds out whole or at their end, and
+    of copies of the latter in other white space.
+    """
     words, exact = documents["words"], documents["hash"]
     cut = np.isin(exact, np.array(list(choice.cut), np.uint64))
     same_words = np.isin(words, np.array(list(choice.cut.values()), np.uint64))
@@ -324,9 +338,9 @@ def find_held_out(documents: np.ndarray, choice: Choice) -> Masks:
 def divide_one(
     corpus: Corpus, choice: Choice, endings: dict[int, Ending], validated: set[int], why: str
 ) -> Division:
-    """Divide one source. `endings`: exact hash of a document -> where it is cut, for all that are.
-    `validated`: words' hashes that earlier sources validate already; those of this source are added
-    to it. `why` is for the note.
+    """Divide one source into training and validation text. `endings`: exact hash of a document ->
+    where it is cut, for all that are. `validated`: words' hashes that earlier sources validate
+    already; those of this source are added to it. `why`: how documents were chosen, for the note.
     """
     words, exact = corpus.documents["words"], corpus.documents["hash"]
     masks = find_held_out(corpus.documents, choice)
@@ -369,8 +383,8 @@ def exclude_validation(corpora: Sequence[Corpus], validation: Corpus) -> list[Di
 
 
 def divide_by_split(corpus: Corpus, shares: str) -> Division:
-    """Divide a corpus of one data set as Megatron does: its sequences in order, by `shares`. The
-    test split is neither trained on nor validated.
+    """Divide a corpus of one data set as Megatron does: its sequences in order, by `shares` such as
+    "969,30,1". The test split is neither trained on nor validated.
     """
     (bounds,), why = corpus.sequences, f", by --data.split {shares}"
     train, valid, test = split_of(shares, len(bounds) - 1)
@@ -390,8 +404,8 @@ def divide_by_split(corpus: Corpus, shares: str) -> Division:
 
 
 def first_copies(words: np.ndarray, mask: np.ndarray, validated: set[int]) -> np.ndarray:
-    """Indices of the first document in `mask` for each words' hash that is not in `validated`, to
-    which they are added.
+    """Return the indices of the documents in `mask` that are the first with their words' hash,
+    except for hashes in `validated`, to which the new ones are added.
     """
     indices = np.flatnonzero(mask)
     different, first = np.unique(words[indices], return_index=True)
@@ -402,7 +416,7 @@ def first_copies(words: np.ndarray, mask: np.ndarray, validated: set[int]) -> np
 
 
 def split_documents(corpus: Corpus, indices: Iterable[int], why: str = "") -> ValidationSplit:
-    """Validation split of the documents at `indices`; `why`: how they were chosen, for its
+    """Return the documents at `indices` as a validation split; `why`: how they were chosen, for its
     note.
     """
     chosen = np.asarray(indices)
@@ -421,7 +435,7 @@ def split_documents(corpus: Corpus, indices: Iterable[int], why: str = "") -> Va
 
 
 def document_end(corpus: Corpus, index: int, ending: Ending) -> ValidationSplit:
-    """Validation split with the end of document `index`."""
+    """Return the end of document `index`, from `ending.token` on, as a validation split."""
     start, stop = int(corpus.offsets[index]) + ending.token, int(corpus.offsets[index + 1])
     length = stop - int(corpus.offsets[index])
     note = (
@@ -435,7 +449,7 @@ def document_end(corpus: Corpus, index: int, ending: Ending) -> ValidationSplit:
 
 
 def join_parts(parts: Sequence[ValidationSplit]) -> ValidationSplit:
-    """Join the validation splits of one source into one."""
+    """Return the validation splits of one source joined into one."""
     if len(parts) == 1:
         return parts[0]
     whole_files = all(part.files for part in parts)
@@ -450,7 +464,9 @@ def join_parts(parts: Sequence[ValidationSplit]) -> ValidationSplit:
 
 
 def exclusion_note(corpus: Corpus, indices: np.ndarray, why: str) -> str:
-    """Note of the share of a source is not trained on, and `why`."""
+    """Return a line for the run's header: how many documents and tokens of a source (`indices`) are
+    not trained on, and `why`.
+    """
     tokens = int((corpus.offsets[indices + 1] - corpus.offsets[indices]).sum())
     return (
         f"not trained on: {len(indices):,} of {corpus.document_count:,} documents of "

@@ -184,7 +184,7 @@ class PPOPolicyLoss:
         return _count(batch, (OLD, ADVANTAGE))
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
-        """Return the sum over this rank's tokens of the clipped surrogate loss, and of its metrics."""
+        """Return the sum over this rank's tokens of the clipped surrogate loss, and its metrics."""
         new = head.log_probabilities(hidden, batch.labels, self.temperature)
         return self.compute_loss(new, None, head, batch)
 

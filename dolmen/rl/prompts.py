@@ -130,11 +130,11 @@ class PromptLoader(Loader):
         self.identity = {**self.identity, **identity}
         return self
 
-    def go_on(self, step: int, samples: int) -> None:
+    def resume_at(self, step: int, samples: int) -> None:
         """Continue after `step` steps and `samples` samples, in the pretraining text too."""
-        super().go_on(step, samples)
+        super().resume_at(step, samples)
         if self.text is not None:
-            self.text.go_on(step, samples)
+            self.text.resume_at(step, samples)
 
     def epochs(self, step: int) -> dict[str, float]:
         """Return the epochs read after `step` steps, by source: those of the prompts, and those of

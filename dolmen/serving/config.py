@@ -346,7 +346,7 @@ class ServeConfig(Numerics):
 
     @property
     def local(self) -> bool:
-        """True if the host to listen at is a loopback address, which only this machine can reach."""
+        """True if the host to listen at is a loopback address: only this machine can reach it."""
         try:
             # 127.0.0.0/8 and ::1
             return ipaddress.ip_address(self.host).is_loopback

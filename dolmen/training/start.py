@@ -82,7 +82,7 @@ def resume(
         )
         return None
     state.step, state.updates, state.tokens = saved.step, saved.updates, saved.tokens
-    loader.go_on(saved.step, saved.samples)
+    loader.resume_at(saved.step, saved.samples)
     state.inherited = saved.inherited
     optim.set_step(state.optimizer, saved.inherited + saved.updates)
     if state.scale.dynamic:

@@ -28,7 +28,7 @@ import sentencepiece
 from dolmen.conversion import hf_export, writing
 from dolmen.core.log import bar, say
 from dolmen.core.messages import plural
-from dolmen.data.tokenise import seam
+from dolmen.data.tokenise import find_cut
 from dolmen.data.tokenizer import load_tokenizer, train_bpe
 from dolmen.files import sentencepiece_model
 from dolmen.vocabulary.check import (
@@ -112,7 +112,7 @@ def _lines(text: Text) -> Iterator[str]:
             start = 0
             # cut near the middle or later, so that parts are not tiny
             while len(line) - start > most:
-                end = seam(line, start + most // 2, start + most)
+                end = find_cut(line, start + most // 2, start + most)
                 yield line[start:end]
                 start = end
             if line[start:].strip():

@@ -344,7 +344,7 @@ def test_a_layout_changes_no_batch(of_chats, file):
         mine, rows = loader.batch(3, part, 2), slice(2 * part, 2 * part + 2)
         assert mine.tokens.equal(whole.tokens[rows]) and mine.labels.equal(whole.labels[rows])
         assert mine.documents.starts.equal(whole.documents.starts[rows])
-    loader.go_on(3, 10)
+    loader.resume_at(3, 10)
     assert loader.batch(3).tokens[:2].equal(loader.mixture.batch(loader.mixture.read(10, 2)).tokens)
 
 

@@ -170,7 +170,7 @@ def test_a_run_goes_on_where_it_was(data_set, load):
     file = data_set("a.bin", corpus(60))
     loader = load(file, order="megatron", steps=20, global_batch_size=4)
     again = load(file, order="megatron", steps=10, global_batch_size=8)
-    again.go_on(3, 12)
+    again.resume_at(3, 12)
     both = [again.batch(3, rank, 2).tokens.tolist() for rank in range(2)]
     assert sum(both, []) == [row[:-1] for row in loader.mixture.windows(12, 8).tolist()]
     assert changes(loader.fingerprint(), again.fingerprint()) == ["global_batch_size: 4 -> 8"]

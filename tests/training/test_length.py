@@ -70,11 +70,11 @@ def test_epochs_are_passes_over_the_data(material, tmp_path):
 class Data:
     """Of 8 samples a step, of two sources with 100 and 400 samples."""
 
-    global_batch_size, ahead = 8, 0
+    global_batch_size, sample_offset = 8, 0
     mixture = property(lambda self: self)
 
     def first(self, step):
-        return step * self.global_batch_size + self.ahead
+        return step * self.global_batch_size + self.sample_offset
 
     def epochs(self, samples):
         return {"short": samples / 2 / 100, "long": samples / 2 / 400}
@@ -83,7 +83,7 @@ class Data:
 def test_an_epoch_is_that_of_the_source_that_lasts_longest():
     data = Data()
     assert epoch_steps(data) == 100 and epoch_steps(data, 2.5) == 250
-    data.ahead = 80  # ten steps' worth, of a larger batch
+    data.sample_offset = 80  # ten steps' worth, of a larger batch
     assert epoch_steps(data) == 90
 
 

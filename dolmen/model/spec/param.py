@@ -129,7 +129,7 @@ class ParamSpec:
 
     @property
     def is_vocabulary(self) -> bool:
-        """True if it has a row for each token of the vocabulary (embedding, LM head and its bias)."""
+        """True if it has a row for each token of the vocabulary: embedding, LM head, its bias."""
         return any(cut.option == VOCABULARY for cut in self.shards)
 
     def local_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
