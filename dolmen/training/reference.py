@@ -131,7 +131,7 @@ def _key(weights: str, run: RunConfig, rows: PackedRows) -> str:
     examples = rows.examples
     arrays = (examples.tokens, examples.trained, examples.offsets, rows.chosen)
     # the dtype changes the numbers by rounding, so it is part of the key
-    facts = [weights, run.train.dtype, examples.longest, rows.sequence_length, rows.say]
+    facts = [weights, run.train.dtype, examples.longest, rows.sequence_length, rows.label_mode]
     digest = xxhash.xxh3_128(repr(facts).encode())
     for array in arrays:
         digest.update(np.ascontiguousarray(array).data)
