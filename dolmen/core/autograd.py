@@ -43,9 +43,15 @@ class Context(Generic[K]):
         """Of each input of forward, whether it needs a gradient."""
 
         @property
-        def saved_tensors(self) -> tuple[Tensor, ...]: ...
-        def save_for_backward(self, *tensors: Tensor | None) -> None: ...
-        def mark_dirty(self, *tensors: Tensor) -> None: ...
+        def saved_tensors(self) -> tuple[Tensor, ...]:
+            """Type of torch's property: the tensors that forward gave to `save_for_backward`."""
+            ...
+
+        def save_for_backward(self, *tensors: Tensor | None) -> None:
+            """Type of torch's method: keep tensors (or None) until backward."""
+
+        def mark_dirty(self, *tensors: Tensor) -> None:
+            """Type of torch's method: state that forward has written to these inputs."""
 
 
 class TypedFunction(torch.autograd.Function):
@@ -54,14 +60,20 @@ class TypedFunction(torch.autograd.Function):
     if TYPE_CHECKING:
 
         @staticmethod
-        def forward(ctx: Context[Any], *inputs: Any, **options: Any) -> Any: ...
+        def forward(ctx: Context[Any], *inputs: Any, **options: Any) -> Any:
+            """Type of the forward that a subclass defines; never run."""
+            ...
+
         @staticmethod
-        def backward(ctx: Context[Any], *gradients: Any, **options: Any) -> Any: ...
+        def backward(ctx: Context[Any], *gradients: Any, **options: Any) -> Any:
+            """Type of the backward that a subclass defines; never run."""
+            ...
 
 
 def recompute(function: Callable, *args: Any) -> Any:
-    """Return function(*args), keeping only the inputs until backward, which calls it again
-    (activation recomputation). Without gradients simply the call.
+    """Return function(*args) with activation recomputation: only the inputs are kept, and backward
+    calls `function` again, collectives included. Random state is not restored for that call. Where
+    gradients are disabled it is a plain call.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -75,5 +87,7 @@ def recompute(function: Callable, *args: Any) -> Any:
 
 
 def _contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of the first run and of the run in backward, marked in a profile."""
+    """Return the two context managers that torch's checkpoint asks for: an empty one for forward,
+    and for the repeated forward in backward one that marks it as `recompute` in a profile.
+    """
     return nullcontext(), profiling.record_range("recompute")

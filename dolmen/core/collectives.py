@@ -35,14 +35,19 @@ from dolmen.core.transfers import (
 
 
 def _all_gather_dim(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """All-gather along any dim: the transport gathers along dim 0."""
+    """Return x of all ranks of the axis concatenated along `dim`, without autograd; waits for the
+    result. The transport gathers along dim 0, so another dim is moved there and back.
+    """
     if dim == 0:
         return wait(start_all_gather(x, axis), axis)
     return wait(start_all_gather(x.movedim(dim, 0), axis), axis).movedim(0, dim).contiguous()
 
 
 def _reduce_scatter_dim(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """Reduce-scatter along any dim: the transport scatters along dim 0."""
+    """Return this rank's equal part along `dim` of the sum of x over the ranks of the axis, without
+    autograd; waits for the result. The transport scatters along dim 0, so another dim is moved
+    there and back.
+    """
     if dim == 0:
         return finish_reduce_scatter(start_reduce_scatter(x, axis), axis)
     return (
@@ -73,14 +78,14 @@ class _Copy(TypedFunction):
 
     @staticmethod
     def forward(ctx: Context[Axis], x: Tensor, axis: Axis) -> Tensor:
-        """Return x unchanged."""
+        """Return x as a new tensor object on the same memory, and keep the axis for backward."""
         ctx.kept = axis
         # autograd needs a new tensor object; no memory is copied
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Context[Axis], g: Tensor) -> tuple[Tensor, None]:
-        """Sum the gradient over the axis."""
+        """Return the gradient summed over the ranks of the axis (all-reduce)."""
         # each rank's gradient is a partial sum (R's gradient is P)
         return wait(start_all_reduce(g, ctx.kept), ctx.kept), None
 
@@ -90,7 +95,7 @@ class _AllReduce(TypedFunction):
 
     @staticmethod
     def forward(ctx: Context[None], x: Tensor, axis: Axis) -> Tensor:
-        """Return the sum over the axis."""
+        """Return the sum of x over the ranks of the axis, as a new tensor."""
         return wait(start_all_reduce(x, axis), axis)
 
     @staticmethod
@@ -105,7 +110,7 @@ class _AllReduceInPlace(_AllReduce):
 
     @staticmethod
     def forward(ctx: Context[None], x: Tensor, axis: Axis) -> Tensor:
-        """Overwrite x with the sum over the axis, and return it."""
+        """Overwrite x with its sum over the ranks of the axis, and return it."""
         # informs autograd that x is returned with new values
         ctx.mark_dirty(x)
         wait(start_all_reduce_(x, axis), axis)
@@ -117,13 +122,15 @@ class _AllGather(TypedFunction):
 
     @staticmethod
     def forward(ctx: Context[Dim], x: Tensor, dim: int, axis: Axis) -> Tensor:
-        """Concatenate all ranks' parts along dim."""
+        """Return x of all ranks of the axis, concatenated along dim."""
         ctx.kept = dim, axis
         return _all_gather_dim(x, dim, axis)
 
     @staticmethod
     def backward(ctx: Context[Dim], g: Tensor) -> tuple[Tensor, None, None]:
-        """Sum the gradient and keep this rank's part."""
+        """Return this rank's part, along dim, of the gradient summed over the axis
+        (reduce-scatter).
+        """
         return _reduce_scatter_dim(g, *ctx.kept), None, None
 
 
@@ -132,13 +139,13 @@ class _ReduceScatter(TypedFunction):
 
     @staticmethod
     def forward(ctx: Context[Dim], x: Tensor, dim: int, axis: Axis) -> Tensor:
-        """Sum x and keep this rank's part along dim."""
+        """Return this rank's part, along dim, of the sum of x over the ranks of the axis."""
         ctx.kept = dim, axis
         return _reduce_scatter_dim(x, dim, axis)
 
     @staticmethod
     def backward(ctx: Context[Dim], g: Tensor) -> tuple[Tensor, None, None]:
-        """Concatenate all ranks' gradients."""
+        """Return the gradients of all ranks of the axis, concatenated along dim (all-gather)."""
         return _all_gather_dim(g, *ctx.kept), None, None
 
 
@@ -153,7 +160,9 @@ class _AllToAll(TypedFunction):
         receive: list[int],
         axis: Axis,
     ) -> Tensor:
-        """Send rows to their ranks."""
+        """Send the first send[0] rows of x to rank 0 of the axis, the next send[1] to rank 1 and so
+        on; return the receive[r] rows from each rank r, in the order of ranks.
+        """
         ctx.kept = send, receive, axis
         return wait(start_all_to_all(x, receive, send, axis), axis)
 
@@ -161,22 +170,23 @@ class _AllToAll(TypedFunction):
     def backward(
         ctx: Context[tuple[list[int], list[int], Axis]], g: Tensor
     ) -> tuple[Tensor, None, None, None]:
-        """Send the rows' gradients back."""
+        """Return each row's gradient to the rank that sent the row; differentiable again."""
         send, receive, axis = ctx.kept
         # send and receive change places; differentiable again
         return _AllToAll.apply(g, receive, send, axis), None, None, None
 
 
 def copy(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
-    """I -> R: return x for computation that differs per rank; backward sums its gradients over the
-    axis.
+    """Return x, which is equal on all ranks, for computation that differs per rank (I -> R):
+    nothing is sent, and backward sums the gradient over the ranks of the axis.
     """
     return x if axis.size == 1 else _Copy.apply(x, axis)
 
 
 def all_reduce_(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
-    """P -> I: sum x over the axis, in x's memory; every rank then treats the sum as one tensor. x
-    must be a temporary that nothing else reads or keeps.
+    """Return the sum of x over the ranks of the axis, in x's memory unless torch.compile traces
+    this (P -> I); all ranks then treat it as one tensor, so backward passes its gradient on
+    unchanged. x must be a temporary that nothing else reads or keeps. An axis of size 1 returns x.
     """
     if axis.size == 1:
         return x
@@ -185,12 +195,15 @@ def all_reduce_(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*sha
 
 
 def all_gather(x: Shaped[Tensor, "*here"], dim: int, axis: Axis) -> Shaped[Tensor, "*whole"]:
-    """S(dim) -> R: concatenate the parts of all ranks of the axis along dim."""
+    """Return the parts x of all ranks of the axis concatenated along dim (S(dim) -> R); backward
+    sums the gradient over the ranks and keeps this rank's part. An axis of size 1 returns x.
+    """
     return x if axis.size == 1 else _AllGather.apply(x, dim, axis)
 
 
 def reduce_scatter(x: Shaped[Tensor, "*whole"], dim: int, axis: Axis) -> Shaped[Tensor, "*here"]:
-    """P -> S(dim): sum over the axis and keep this rank's part along dim. Raises ValueError where
+    """Return this rank's equal part, along dim, of the sum of x over the ranks of the axis (P ->
+    S(dim)); backward all-gathers the gradient. An axis of size 1 returns x. Raises ValueError where
     the axis does not divide the dim.
     """
     if axis.size == 1:
@@ -203,16 +216,17 @@ def reduce_scatter(x: Shaped[Tensor, "*whole"], dim: int, axis: Axis) -> Shaped[
 def all_to_all(
     x: Shaped[Tensor, " sent *rest"], send: list[int], receive: list[int], axis: Axis
 ) -> Shaped[Tensor, " received *rest"]:
-    """S(0) -> S(0): send the first send[0] rows of x to rank 0, the next send[1] to rank 1 and so
-    on; return receive[r] rows from each rank r, in the order of ranks. Counts may be 0; those of
-    `send` add up to the rows of x.
+    """Send the first send[0] rows of x to rank 0 of the axis, the next send[1] to rank 1 and so on;
+    return receive[r] rows from each rank r, in the order of ranks (S(0) -> S(0)). Counts may be 0;
+    those of `send` add up to the rows of x. Backward sends the gradients of the rows back. An axis
+    of size 1 returns x.
     """
     return x if axis.size == 1 else _AllToAll.apply(x, send, receive, axis)
 
 
 def sum_(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
-    """Sum contiguous x over the axis, in place and outside autograd, and return it: for gradients
-    after backward.
+    """Sum contiguous x over the ranks of the axis, in place and outside autograd, and return it:
+    for gradients after backward.
     """
     return x if axis.size == 1 else wait(start_all_reduce_(x, axis), axis)
 
@@ -220,7 +234,8 @@ def sum_(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
 def reduce_scalar(
     x: Shaped[Tensor, "*shape"], axis: Axis, op: str = "sum"
 ) -> Shaped[Tensor, "*shape"]:
-    """Combine x of all ranks by `op` (sum, max, min), outside autograd; x itself is not changed:
-    for counts, norms, flags. An axis of one rank returns x itself, graph included.
+    """Return x, of any shape, combined elementwise over the ranks of the axis by `op` (sum, max,
+    min), outside autograd and without changing x: for counts, norms, flags. An axis of one rank
+    returns x itself, graph included.
     """
     return x if axis.size == 1 else wait(start_all_reduce(x.detach(), axis, op), axis)

@@ -74,7 +74,7 @@ class CustomValue(ABC):
     @classmethod
     @abstractmethod
     def from_plain(cls, value: Any) -> Self:
-        """Construct from what `plain` returns. Raises ValueError."""
+        """Construct an instance from what `plain` returns. Raises ValueError for anything else."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
@@ -83,8 +83,8 @@ class CustomValue(ABC):
 
     @classmethod
     def _validate(cls, value: Any) -> Self:
-        """Return an instance as it is, anything else through `from_plain`; a ValueError becomes
-        pydantic's error of kind `plain`, which `describe_error` words.
+        """Return an instance as it is, anything else through `from_plain`, whose ValueError is
+        raised as pydantic's error of kind `plain` (`describe_error` makes the message of it).
         """
         try:
             return value if isinstance(value, cls) else cls.from_plain(value)
@@ -94,12 +94,16 @@ class CustomValue(ABC):
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def config(section: str = "", *, kw_only: bool = False) -> Callable[[type[T]], type[T]]:
-    """Return a decorator that makes a class a frozen, validated configuration class. `section`:
-    prefix of its options in error messages (`layout` -> layout.tp).
+    """Return a decorator that makes a class a frozen dataclass whose fields are checked against
+    their types and ranges at construction; a wrong one raises ValueError that names the option.
+    `section`: prefix of its options in error messages (`layout` -> layout.tp). `kw_only`: fields
+    are given by keyword only.
     """
 
     def decorate(cls: type[T]) -> type[T]:
-        """Make the class a strict frozen dataclass of pydantic."""
+        """Return the class as a strict frozen dataclass of pydantic, with `SECTION` and an
+        `__init__` whose ValueError names the option.
+        """
         annotations = get_annotations(cls)
         # the shared rules are added here, so that a class states only its own bounds
         cls.__annotations__ = {name: strict_type(hint) for name, hint in annotations.items()}
@@ -115,7 +119,9 @@ def config(section: str = "", *, kw_only: bool = False) -> Callable[[type[T]], t
 
 
 def _from_mapping(cls: type, source: Any, handler: Any) -> Any:
-    """Return pydantic's schema of a class, relaxed to take a mapping as well as an instance."""
+    """Return pydantic's schema of a configuration class, relaxed to take a mapping of its fields as
+    well as an instance.
+    """
     return {**handler(source), "strict": False}
 
 
@@ -134,8 +140,9 @@ def _construct(_config_self: Any, *args: Any, **kwargs: Any) -> None:
 
 def strict_type(hint: Any) -> Any:
     """Return a type hint with the rules that all options of it share, applied inside unions and
-    tuples too: finite floats, integers up to 2^53, text that UTF-8 can write, no bool as a
-    literal's 0 or 1.
+    tuples too: floats are finite, and may be text that is a number; integers lie within +-2^53;
+    text is what UTF-8 can write; a bool is no literal's 0 or 1; a tuple may be a list or a single
+    value.
     """
     kind, inside = get_origin(hint), get_args(hint)
     if kind is Annotated:
@@ -158,7 +165,7 @@ def strict_type(hint: Any) -> Any:
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
-    """Return a list as a tuple, and a single value as a tuple of one."""
+    """Return a list or tuple as a tuple, and any other value as a tuple of one."""
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
@@ -212,8 +219,8 @@ EXPECTED = {
 
 
 def expectation(error: ErrorDetails) -> str:
-    """Return what a value must be by a pydantic error, to follow "it must be"; what we have no
-    words for keeps pydantic's message.
+    """Return the words behind "it must be" in the message of a pydantic error, such as "at least
+    1"; of a kind of error that EXPECTED lacks, pydantic's own message.
     """
     words, bounds = EXPECTED.get(error["type"]), error.get("ctx", {})
     if error["type"] == "float_type" and type(error["input"]) is int:
@@ -225,7 +232,8 @@ def expectation(error: ErrorDetails) -> str:
 
 def describe_error(error: ErrorDetails, cls: type, section: str) -> str:
     """Return the message of a pydantic error: the option with its section, its value, and what it
-    must be. `cls` is the configuration class, `section` its prefix.
+    must be; of a rule over several fields the rule's own message. `cls` is the configuration class,
+    `section` its prefix.
     """
     kind, context = error["type"], error.get("ctx", {})
     # integers in `loc` are positions in a tuple: the option is the same
@@ -264,14 +272,16 @@ def _type_at(cls: type, path: Sequence[str]) -> Any:
 
 
 def _unknown(option: str, name: str, known: Sequence[str]) -> str:
-    """Return the message for an unknown option `name`, with the nearest of the known names."""
+    """Return the message for an unknown option `name`, called `option` in it: the nearest of the
+    known names, or all of them where none is near.
+    """
     hint = did_you_mean(name, known, f"known are {', '.join(known)}", most=1)
     return f"unknown option {option}: {hint}"
 
 
 @cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Return the type hint of each field by its name, annotations included; cached."""
+    """Return the type hint of each field of a class by name, `Annotated` included; cached."""
     return typing.get_type_hints(cls, include_extras=True)
 
 
@@ -283,7 +293,9 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def _plain_value(value: Any) -> Any:
-    """Return any value of a configuration as plain values, recursively."""
+    """Return a value of a configuration as YAML and JSON hold it, recursively: dataclasses as
+    dicts, tuples as lists, a CustomValue as its `plain()`, anything else as it is.
+    """
     if isinstance(value, CustomValue):
         return value.plain()
     if dataclasses.is_dataclass(value):
@@ -295,8 +307,9 @@ def _plain_value(value: Any) -> Any:
 
 def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "") -> T:
     """Construct a `cls` from a mapping, whose keys may have dashes; keys left out keep the value of
-    `default` (or the class's own). Raises ValueError with the path of the key: unknown (with the
-    nearest name), of the wrong type or out of its range.
+    `default` (or the class's own). `path`: the section's name, which messages begin with. Raises
+    ValueError with the path of the key: unknown (with the nearest name), of the wrong type or out
+    of its range.
     """
     # unknown keys are found here, wrong values by pydantic
     merged = _merge(cls, values, default, path)
@@ -307,8 +320,9 @@ def from_dict(cls: type[T], values: Any, default: T | None = None, path: str = "
 
 
 def _merge(cls: type, values: Any, default: Any, path: str) -> dict[str, Any]:
-    """Return the fields of `default` overridden by `values`, sections merged recursively; keys
-    become Python names. Raises ValueError for an unknown key or values that are no mapping.
+    """Return the fields of `default` (none if None) overridden by `values`, sections merged
+    recursively; keys become Python names, their values are not checked. Raises ValueError for an
+    unknown key, or `values` that are no mapping.
     """
     if not isinstance(values, dict):
         raise ValueError(
@@ -328,13 +342,13 @@ def _merge(cls: type, values: Any, default: Any, path: str) -> dict[str, Any]:
 
 
 def is_config(hint: Any) -> bool:
-    """Return True for a configuration class."""
+    """Return True for a class made by `config`, False for any other class, hint or instance."""
     return isinstance(hint, type) and hasattr(hint, "__pydantic_validator__")
 
 
 def option_types(cls: type, section: str = "") -> dict[str, Any]:
-    """Return the type of each option by its full name (`layout.tp`), those of nested sections
-    included.
+    """Return the type hint of each option by its full name (`layout.tp`), those of nested sections
+    included; a section that may be None is one option. `section`: prefix of the names.
     """
     types: dict[str, Any] = {}
     for name, hint in field_types(cls).items():
@@ -390,8 +404,9 @@ WORDED = {int: "a whole number", float: "a number", bool: "True or False"}
 
 
 def from_words(hint: Any, words: Sequence[str], option: str) -> Any:
-    """Parse the words after a command-line option as a value of type `hint`: `None` if optional, no
-    words as True for a bool, several for a tuple. Raises ValueError that names `option`.
+    """Parse the words after a command-line option as a value of type `hint`: the word None as None
+    if `hint` allows it, no words as True for a bool, each word as an element for a tuple, else all
+    of them, joined by spaces, as one value. Raises ValueError that names `option`.
     """
     hint = get_args(hint)[0] if get_origin(hint) is typing.Annotated else hint
     kind = plain_type(hint)
@@ -454,7 +469,7 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def changed_options(old: dict[str, Any], new: dict[str, Any], path: str = "") -> list[str]:
     """Return lines `section.option: old -> new` for each option that differs between two
-    configurations as plain values, recursively.
+    configurations as plain values, recursively; an option that is missing counts as None.
     """
     lines = []
     for key in {**old, **new}:
@@ -467,8 +482,9 @@ def changed_options(old: dict[str, Any], new: dict[str, Any], path: str = "") ->
 
 
 def refuse_unreadable(where: str, value: Any) -> None:
-    """Raise ValueError for a plain value that YAML would not read back the same, at any depth: an
-    integer beyond 64 bits, NaN, text that UTF-8 cannot write. `where` names the option.
+    """Raise ValueError for a plain value that YAML would not read back the same, at any depth, keys
+    included: an integer beyond 64 bits, NaN, text that UTF-8 cannot write. `where` names the
+    option.
     """
     if isinstance(value, dict):
         for key, inside in value.items():

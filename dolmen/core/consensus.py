@@ -20,14 +20,18 @@ SHOWN = 6  # facts listed per host
 
 
 def gather_objects(mine: Any) -> list[Any]:
-    """Gather one picklable object per rank; return the list, by rank, on every rank. Collective."""
+    """Return a list with one picklable object per rank of the default group, by rank, on every
+    rank. `mine`: this rank's. Collective.
+    """
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return gathered
 
 
 def hash_sources(folder: Path) -> dict[str, str]:
-    """Return a hash of the bytes of each .py file under `folder`, by "code " and its path there."""
+    """Return a short hash of each .py file at any depth below `folder`, by "code RELATIVE/PATH":
+    facts for `require_same`.
+    """
     files = sorted(folder.rglob("*.py"))
     return {
         f"code {path.relative_to(folder)}": hashlib.blake2b(
@@ -42,9 +46,9 @@ def require_same(
     what: str = "agree on what to do",
     mend: str = "give every host the same command, the same version of dolmen and of torch",
 ) -> None:
-    """Raise ValueError, the same on every rank, unless all ranks have the same `facts` (JSON values
-    by name): the message lists the ranks on which host differ from rank 0, and in what. `what`:
-    what the ranks then do not do, `mend`: how to fix it, both for the message. Collective.
+    """Raise ValueError on every rank, with one message, unless all ranks have the same `facts`
+    (JSON values by name). The message begins "the ranks do not `what`", lists per host which ranks
+    differ from rank 0, and in which facts, and ends with `mend`, how to fix it. Collective.
     """
     digest = hashlib.blake2b(
         json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16
@@ -76,10 +80,12 @@ def require_same(
 
 
 def _differences(names: list[str], first: dict, other: dict) -> str:
-    """Return `name value, here value` for the first SHOWN names, and how many more there are."""
+    """Return "NAME value, here value" for the first SHOWN names, with the values of `other` and
+    then of `first` (rank 0, "here"), and how many more names there are.
+    """
 
     def value(of: dict, name: str) -> str:
-        """Return a fact as text."""
+        """Return the fact called `name` as text, `absent` where there is none."""
         return str(of.get(name, "absent"))
 
     differences = [f"{n} {value(other, n)}, here {value(first, n)}" for n in names[:SHOWN]]

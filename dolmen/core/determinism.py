@@ -32,9 +32,9 @@ class NotDeterministic(ValueError):
 
 @contextmanager
 def deterministic_mode(enabled: bool) -> Iterator[None]:
-    """Within, if `enabled`, torch uses deterministic algorithms only; its previous settings are
-    restored afterwards. Raises NotDeterministic where an operator has none, or
-    CUBLAS_WORKSPACE_CONFIG rules it out.
+    """Context manager: if `enabled`, torch uses deterministic algorithms only, and its previous
+    settings are restored afterwards; else it does nothing. Raises NotDeterministic where an
+    operator has no deterministic algorithm, or CUBLAS_WORKSPACE_CONFIG rules it out.
     """
     if not enabled:
         yield
@@ -62,8 +62,8 @@ def deterministic_mode(enabled: bool) -> Iterator[None]:
 def _set_flags(
     on: bool, warn_only: bool, fill: bool, cudnn_deterministic: bool, cudnn_benchmark: bool
 ) -> None:
-    """Set torch's determinism switches: algorithms, warn instead of raising, fill new memory,
-    cuDNN's.
+    """Set torch's determinism switches: deterministic algorithms alone (`on`), a warning in place
+    of an error, filling of uninitialised memory, and cuDNN's `deterministic` and `benchmark`.
     """
     torch.use_deterministic_algorithms(on, warn_only=warn_only)  # the compiler's flag too
     # fills what `empty` gives, against those who read it: a pass over memory that nobody here
@@ -74,7 +74,9 @@ def _set_flags(
 
 
 def _explain(text: str) -> str | None:
-    """Reword torch's determinism error for the user; None for any other error."""
+    """Return torch's determinism error as a message that names the option to change; None for any
+    other error.
+    """
     if match := NONE.search(text):
         return (
             f"train.deterministic: {match[1]} has no deterministic implementation on this device: "
@@ -89,8 +91,8 @@ def _explain(text: str) -> str | None:
 
 
 def seed_of(*names: int | str) -> int:
-    """Return a seed of 63 bits, a hash of `names`: a run's seed and what it is for. Seeds of
-    different names are unrelated.
+    """Return a seed of 63 bits, the hash of `names` joined by slashes: a run's seed, and what it is
+    for. Equal names give equal seeds in any process; those of different names are unrelated.
     """
     return (
         int.from_bytes(

@@ -59,8 +59,8 @@ _read_back: ContextVar[ReadBack | None] = ContextVar("answer", default=None)
 
 def read_back(x: Shaped[Tensor, "..."], rows: int | None = None) -> Any:
     """Return the values of x as (nested) lists, or a number for a scalar; the host waits for the
-    device. `rows`: if x counts rows per group, the total that each such count adds up to, from
-    which `replace_read_back` can answer where tensors have no values.
+    device. Within `replace_read_back` its function answers instead, given x and `rows`: if x counts
+    rows per group, the total that each such count adds up to.
     """
     answer = _read_back.get()
     return x.tolist() if answer is None else answer(x, rows)
@@ -68,8 +68,8 @@ def read_back(x: Shaped[Tensor, "..."], rows: int | None = None) -> Any:
 
 @contextmanager
 def replace_read_back(answer: ReadBack) -> Iterator[None]:
-    """Within, tensors have no values (fake tensors), and `read_back` returns what `answer(tensor,
-    rows)` does.
+    """Context manager: inside, `read_back(x, rows)` returns `answer(x, rows)` and reads nothing:
+    for fake tensors, which have no values.
     """
     token = _read_back.set(answer)
     try:
@@ -81,8 +81,8 @@ def replace_read_back(answer: ReadBack) -> Iterator[None]:
 def scalar_tensor(
     value: int | float, dtype: torch.dtype, device: torch.device
 ) -> Shaped[Tensor, ""]:
-    """A scalar tensor of a number known on the host, written by a kernel. `torch.tensor` would
-    copy it, and wait until all that is queued before the copy is done.
+    """Return a scalar tensor of a number known on the host, written by a kernel. `torch.tensor`
+    would copy it, and wait until all that is queued before the copy is done.
     """
     return torch.full((), value, dtype=dtype, device=device)
 
@@ -111,9 +111,11 @@ def visible_gpus(choice: DeviceChoice = "auto") -> int:
 def choose_device(
     choice: DeviceChoice, launch: Launch | None, option: str, env: Mapping[str, str] = os.environ
 ) -> torch.device:
-    """Return the device of this process, by the table above. Raises ValueError, which names
-    `option` and the numbers, where cuda is requested and no GPU is visible, or their number fits no
-    row.
+    """Return the device that this process computes on: the CPU where `choice` is cpu or no GPU is
+    visible; cuda:LOCAL_RANK where at least as many GPUs are visible as the launch has ranks on this
+    machine; cuda:0 where one is. Raises ValueError, which names `option` and the numbers, for any
+    other number of GPUs, and where cuda is requested and none is visible. `launch` None: a process
+    by itself.
     """
     local, here = (launch.local_rank, launch.local_world_size) if launch else (0, 1)
     here = max(here, local + 1)
@@ -138,7 +140,7 @@ def require_gpus(
     choice: DeviceChoice, processes: int, option: str, env: Mapping[str, str] = os.environ
 ) -> None:
     """Check that the visible GPUs suffice before starting `processes` workers, which will see the
-    same ones; none is fine, unless `choice` is cuda. Raises ValueError.
+    same ones; to see none is fine, unless `choice` is cuda. Raises ValueError that names `option`.
     """
     choose_device(choice, None, option, env)
     count = visible_gpus(choice)
@@ -164,15 +166,15 @@ def _visibility(env: Mapping[str, str]) -> str:
 
 
 def _no_gpu_reason() -> str:
-    """Say why there is no GPU: torch without CUDA, or none visible."""
+    """Return the reason why there is no GPU: torch is built without CUDA, or none is visible."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     return "no GPU is visible"
 
 
 def describe_device(device: torch.device, choice: DeviceChoice) -> str:
-    """Describe this process's device for the run's header: the GPU's name and index, or the CPU's
-    threads and why it is the CPU.
+    """Return this process's device as text for the run's header: a GPU's name, index and how many
+    are visible, or the CPU with its number of threads and why it is the CPU.
     """
     if device.type == "cuda":
         seen = plural(visible_gpus(), "GPU")
@@ -195,7 +197,8 @@ def gpu_id(device: torch.device, env: Mapping[str, str] = os.environ) -> str:
 
 def refuse_shared_gpus(device: torch.device, option: str) -> None:
     """Raise ValueError, the same on every rank, if two ranks share one GPU, or some have a GPU and
-    others none. Collective: called by all ranks once they have joined.
+    others none; ranks that are all on CPUs pass. `option` names the device's option in the message.
+    Collective: called by all ranks once they have joined.
     """
     gathered = consensus.gather_objects((socket.gethostname(), gpu_id(device)))
     without = [rank for rank, (_, name) in enumerate(gathered) if not name]

@@ -14,8 +14,8 @@ QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 def set_defaults(env: MutableMapping[str, str]) -> None:
-    """Set defaults for torch's allocator and CUDA's queues in `env` unless the user has. Call
-    before CUDA starts.
+    """Set in `env`, unless the user has, growing segments for torch's CUDA allocator and 32
+    hardware queues for CUDA. Call before CUDA starts.
     """
     # Segments that grow: gathered parameters and activations of many sizes otherwise leave gaps
     # that no later tensor fits. torch 2.11 to 2.15 read the first name; the others are older ones
@@ -42,9 +42,9 @@ class Launch:
 
     @staticmethod
     def read(env: Mapping[str, str] = os.environ) -> "Launch | None":
-        """Read torchrun's variables, else SLURM's; None where no launcher started this process, or
-        SLURM started one task. Raises ValueError, with the variable and its value, where they are
-        incomplete or out of range.
+        """Return the launch that torchrun's variables state, else SLURM's; None where no launcher
+        started this process, or SLURM started one task. Raises ValueError, with the variable and
+        its value, where they are incomplete or out of range.
         """
         if "RANK" in env and "WORLD_SIZE" in env:
             return _torchrun(env)
@@ -54,8 +54,8 @@ class Launch:
 
 
 def _torchrun(env: Mapping[str, str]) -> Launch:
-    """Read torchrun's variables; all ranks are on this machine unless LOCAL_RANK or
-    LOCAL_WORLD_SIZE is set.
+    """Return the launch that torchrun's variables state; all ranks are on this machine unless
+    LOCAL_RANK or LOCAL_WORLD_SIZE is set. Raises ValueError where one is missing or out of range.
     """
     world = _positive(env, "WORLD_SIZE")
     rank = _index(env, "RANK", world, "WORLD_SIZE")
@@ -69,7 +69,10 @@ def _torchrun(env: Mapping[str, str]) -> Launch:
 
 
 def _slurm(env: Mapping[str, str]) -> Launch:
-    """Read srun's variables; the rendezvous is MASTER_ADDR, else derived from the job's step."""
+    """Return the launch that srun's variables state, with MASTER_ADDR and MASTER_PORT as the
+    rendezvous where they are set, else one derived from the job's step. Raises ValueError where a
+    variable is missing or out of range.
+    """
     world = _positive(env, "SLURM_NTASKS")
     here, name = _tasks_here(env)
     rank = _index(env, "SLURM_PROCID", world, "SLURM_NTASKS")
@@ -81,9 +84,9 @@ def _slurm(env: Mapping[str, str]) -> Launch:
 
 
 def _tasks_here(env: Mapping[str, str]) -> tuple[int, str]:
-    """Return the number of tasks of the step on this machine, and the variable it is read from:
-    "4", "4(x2)" or "4,3", by machines, of which this is the one numbered SLURM_NODEID. Raises
-    ValueError.
+    """Return the number of tasks of the job's step on this machine, and the name of the variable it
+    is read from: SLURM_STEP_TASKS_PER_NODE, such as "4", "4(x2)" or "4,3" by machines, of which
+    this is the one numbered SLURM_NODEID, else SLURM_NTASKS_PER_NODE. Raises ValueError.
     """
     name = "SLURM_STEP_TASKS_PER_NODE"
     if name not in env:
@@ -103,7 +106,8 @@ def _tasks_here(env: Mapping[str, str]) -> tuple[int, str]:
 
 def _rendezvous(env: Mapping[str, str]) -> str:
     """Return tcp://HOST:PORT: the first machine of the step ("n[03-05,9],x1" is n03 and others),
-    and a port in 20000-29999 derived from job and step.
+    and a port in 20000-29999 derived from job and step. Raises ValueError for a list that begins
+    with no machine's name.
     """
     host = re.match(r"([^,\[]+)(?:\[(\d+))?", env["SLURM_STEP_NODELIST"])
     if not host:
@@ -117,8 +121,8 @@ def _rendezvous(env: Mapping[str, str]) -> str:
 
 
 def _check_address(env: Mapping[str, str], world: int) -> None:
-    """Raise ValueError unless MASTER_ADDR and MASTER_PORT are set and valid, or there
-    is one rank.
+    """Raise ValueError unless MASTER_ADDR and MASTER_PORT are set and valid, or `world` is one
+    rank.
     """
     if world == 1:
         return
@@ -134,8 +138,8 @@ def _positive(env: Mapping[str, str], name: str) -> int:
 
 
 def _index(env: Mapping[str, str], name: str, size: int, of: str) -> int:
-    """Return the variable as a number below `size`, which variable `of` gives. Raises
-    ValueError.
+    """Return the variable as a number from 0 to `size` - 1; `of` names the variable that `size` is
+    from, for the message. Raises ValueError.
     """
     index = _number(env, name, 0)
     if index >= size:
@@ -154,8 +158,8 @@ def _number(env: Mapping[str, str], name: str, least: int) -> int:
 
 
 def _error_text(env: Mapping[str, str], name: str, must: str) -> str:
-    """Return the message for a bad variable: its value, what it must be, and that the rank variable
-    makes this a launched process.
+    """Return the message for a bad variable: its value, what it must be (`must`), the rank variable
+    by which this process counts as launched, and the remedy.
     """
     ours = "RANK" if "RANK" in env and "WORLD_SIZE" in env else "SLURM_PROCID"
     start = "torchrun" if ours == "RANK" else "srun"

@@ -23,9 +23,10 @@ NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system wi
 
 
 def lock(file: int | IO, wait: bool = True, optional: bool = False) -> bool:
-    """Lock an open file until it is closed. Return False where another process holds the lock and
-    `wait` is False. Raises OSError where the file system has no locks, unless the lock is
-    `optional`: then it returns True without one.
+    """Take the exclusive lock of an open file, which is held until the file is closed; return True
+    once it is held, and False where another process holds it and `wait` is False. Raises OSError
+    where the file system has no locks, unless the lock is `optional`: then it returns True without
+    one.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -69,8 +70,9 @@ def open_locked(path: Path, wait: bool = True, optional: bool = False) -> int | 
 
 @contextmanager
 def hold_lock(path: Path) -> Iterator[None]:
-    """Context manager: an exclusive lock between processes on the lock file `path`, which is
-    deleted at the end. Blocks until it is free; does nothing on file systems without locks.
+    """Context manager that holds an exclusive lock between processes: on the lock file `path`,
+    created at the start and deleted at the end. Waits until it is free; locks nothing on file
+    systems without locks.
     """
     descriptor = open_locked(path, optional=True)
     assert descriptor is not None
@@ -89,15 +91,15 @@ def expand(name: str | Path) -> Path:
 
 
 def is_url(name: str | Path) -> bool:
-    """Return True if a name is a URL, as s3://bucket/folder: of a file or folder that fsspec
-    reads (files/storage.py).
+    """Return True if a name is a URL such as s3://bucket/folder, which fsspec reads
+    (files/storage.py).
     """
     return re.match(r"[a-z][a-z0-9+.-]*://", str(name)) is not None
 
 
 def may_be_hub_id(name: str) -> bool:
-    """Return True if a name that is no local path can be a hub id: `name` or `org/name`. Below a
-    folder that exists `org/name` is a misspelled path instead.
+    """Return True if a name has the form of a Hugging Face hub id, `name` or `org/name`. False for
+    `org/name` below a local folder that exists: there it is a misspelled path.
     """
     word = r"[A-Za-z0-9][\w.-]*"
     here = "/" in name and Path(name).parent.exists()
@@ -105,5 +107,7 @@ def may_be_hub_id(name: str) -> bool:
 
 
 def is_absent(name: str | Path) -> bool:
-    """Return True if a name can only be a local folder (no hub id, no URL), and there is none."""
+    """Return True if a name can only be a local folder (it has not the form of a hub id or a URL),
+    and there is no such folder.
+    """
     return not (expand(name).is_dir() or may_be_hub_id(str(name)) or is_url(name))

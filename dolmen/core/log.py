@@ -14,8 +14,8 @@ from dolmen.core.messages import printable
 
 
 def console(shown: bool = True) -> Console:
-    """Return a console on standard output, silent unless `shown`. Tables fit 100 columns where the
-    output is no terminal.
+    """Return a rich Console on standard output that prints plain text without markup, nothing
+    unless `shown`; 100 columns wide for tables where the output is no terminal.
     """
     out = Console(quiet=not shown, highlight=False, markup=False, soft_wrap=True)
     return (
@@ -26,8 +26,8 @@ def console(shown: bool = True) -> Console:
 
 
 def size(count: float, unit: str = "") -> str:
-    """Return a count in words, thousands by 1,000: 12,345,678 -> '12.3 M'. `unit` follows the
-    prefix (12.3 MB).
+    """Return a count as text with three digits and a decimal prefix: 12,345,678 -> '12.3 M'. `unit`
+    follows the prefix (12.3 MB); 10^9 is B without a unit, else G.
     """
     count = float(f"{count:.3g}")  # 999.6 is 1 k
     for factor, prefix in (
@@ -67,9 +67,10 @@ def say(text: str, shown: bool = True) -> None:
 def bar(
     title: str, total: int | None, shown: bool, count: ProgressColumn | None = None
 ) -> Iterator[Callable[[int], None]]:
-    """Print `title` and show a progress bar on a terminal; yields `reach(done)`, which moves the
-    bar to `done` of `total` (None: unknown) and does nothing without a bar. `count`: column that
-    shows the two, as bytes by default.
+    """Context manager: print `title` to stderr and show a progress bar below it on a terminal;
+    neither unless `shown`. Yields `reach(done)`, which moves the bar to `done` of `total` (None:
+    unknown) and does nothing without a bar. `count`: column that shows the two, as bytes by
+    default.
     """
     say(title, shown)
     console = Console(stderr=True)

@@ -28,9 +28,10 @@ from dolmen.core.torch_private import processes, strings
 
 @contextmanager
 def lazy_gloo() -> Iterator[None]:
-    """Let gloo groups made inside connect two ranks at their first message, not all pairs at once:
-    each of 3,072 ranks would open 3,071 sockets per group, three times what a process may (ulimit
-    -n). A variable that the user has set stays.
+    """Context manager: gloo groups made inside connect two ranks at their first message, not all
+    pairs at once: each of 3,072 ranks would open 3,071 sockets per group, three times what a
+    process may (ulimit -n). Sets an environment variable meanwhile; one that the user has set
+    stays.
 
     For groups of collectives alone: a lazy group's first receive waits on the CPU for its sender,
     which is NCCL's rule and would be one more for point-to-point over gloo.
@@ -47,8 +48,8 @@ def lazy_gloo() -> Iterator[None]:
 
 
 def background_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Make a separate gloo group of all ranks for work in the background, whose collectives must
-    not mix with training's. Collective: all ranks call it at the same point.
+    """Make and return a separate gloo group of all ranks for work in the background, whose
+    collectives must not mix with training's. Collective: all ranks call it at the same point.
     """
     with lazy_gloo():
         return _member(dist.new_group(backend="gloo", timeout=timeout))
@@ -60,15 +61,16 @@ def process_group(
     device: torch.device = torch.device("cpu"),
     timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
-    """Return the group of `ranks` for `purpose`, made on first use and then reused, as each costs
-    threads and descriptors. Only its members meet, so that a rank of thousands makes a dozen
-    groups, not all. All ranks make equally many, in one order: torch names a group after its ranks
-    and the number of groups before it.
+    """Return the process group of `ranks` for `purpose` on `device`, made on first use and then
+    reused, as each costs threads and descriptors. Only its members meet, so that a rank of
+    thousands makes a dozen groups, not all. All ranks make equally many, in one order: torch names
+    a group after its ranks and the number of groups before it.
 
     For a GPU it is NCCL alone, without a full mesh of gloo's sockets, on a stream of high priority:
     whatever an axis sends, some rank's next product waits for it, and its kernel would otherwise
-    start only when all blocks of the running product have. Where the ranks met over gloo alone, as
-    those do that share a GPU, which NCCL refuses, it is gloo.
+    start only when all blocks of the running product have. It is gloo on a CPU, and where the ranks
+    met over gloo alone, as those do that share a GPU, which NCCL refuses. `timeout`: of a
+    collective; None: torch's default.
     """
     nccl = device.type == "cuda" and "nccl" in _backends(dist.group.WORLD)
     for group, members in processes.groups():
@@ -95,7 +97,9 @@ def process_group(
 
 
 def _member(group: dist.ProcessGroup | int | None) -> dist.ProcessGroup:
-    """Return the group; torch returns a number for a group without this rank."""
+    """Return the group, which this rank must be a member of: torch returns a number for any
+    other.
+    """
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -129,8 +133,8 @@ class Axis:
 
     @property
     def adds(self) -> bool:
-        """True if ranks exchange parts of a reduce-scatter over it and each adds up its own (gloo,
-        or a fixed order); else the backend adds.
+        """True if a reduce-scatter over this axis exchanges parts, of which each rank adds up its
+        own (gloo, or a fixed order of sums); False if the backend adds.
         """
         return self.gloo or self.reduction == "fixed"
 
@@ -225,8 +229,9 @@ def join_world(
 
 
 def _prepare(device: torch.device) -> None:
-    """Make `device`, a GPU, the current one, and have products of half precision summed in fp32. By
-    default cuBLAS may add the parts of a long sum in half precision, as wrong as 2^-9 each.
+    """Make `device`, a GPU, the current one of this process, and have its products of half
+    precision summed in fp32. By default cuBLAS may add the parts of a long sum in half precision,
+    as wrong as 2^-9 each.
     """
     torch.cuda.set_device(device)
     products = torch.backends.cuda.matmul
@@ -238,10 +243,10 @@ def _prepare(device: torch.device) -> None:
 def process_group_context(
     launch: Launch | None, device: torch.device, timeout: timedelta | None = None
 ) -> Iterator[None]:
-    """Join the default group, and leave it at the end; a group that this process is in already is
-    used, and stays. After an exception a rank of several does not leave: destroying a group in
-    which another rank waits can block. Raises ValueError for a group without gloo, or on GPUs
-    without NCCL.
+    """Context manager: join the default group, and leave it at the end; a group that this process
+    is in already is used, and stays. After an exception a rank of several does not leave:
+    destroying a group in which another rank waits can block. Raises ValueError for an existing
+    group without gloo, or on GPUs without NCCL. Arguments are those of `join_world`.
     """
     if dist.is_initialized():
         _require_backends(device)
@@ -262,7 +267,7 @@ def process_group_context(
 
 def _require_backends(device: torch.device) -> None:
     """Raise ValueError unless the default group has gloo for CPU tensors, and NCCL for those of
-    `device` if it is a GPU, which is made the current one.
+    `device` if it is a GPU; a GPU is then made the current device.
     """
     backends = _backends(dist.group.WORLD)
     if "gloo" not in backends or device.type == "cuda" and "nccl" not in backends:
@@ -276,8 +281,8 @@ def _require_backends(device: torch.device) -> None:
 
 
 def leave_world(hook: Callable[..., object]) -> None:
-    """Destroy the default group and restore sys.excepthook to `hook`: torch wraps it per group, to
-    say which rank a traceback is of.
+    """Destroy the default group and set sys.excepthook to `hook`, what it was before the group:
+    torch wraps it per group, to say which rank a traceback is of.
     """
     dist.destroy_process_group()
     sys.excepthook = hook
@@ -294,9 +299,11 @@ def build_mesh(
     timeout: timedelta | None = None,
     reduction: ReductionOrder = "fast",
 ) -> Mesh:
-    """Build the mesh of axes over the joined process group: all ranks call it alike. `reduction`:
-    order in which sums over ranks are added; `timeout` as in `join_world`. Raises ValueError if the
-    product of its axes is not the number of ranks, or if ep does not divide dp x cp.
+    """Build and return the mesh of axes over the joined process group, with the process groups of
+    each axis. Collective: all ranks call it with the same arguments. `reduction`: order in which
+    sums over ranks are added; `timeout`: the longest a collective may take, None: torch's default.
+    Raises ValueError if the product of its axes is not the number of ranks, or if ep does not
+    divide dp x cp.
     """
     topology = Topology(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep)
     topology.require(dist.get_world_size())
@@ -305,8 +312,9 @@ def build_mesh(
     make = partial(process_group, device=device, timeout=timeout)
 
     def axis(name: str, line: str | None = None, purpose: str = "dolmen") -> Axis:
-        """Make axis `name` from the ranks along the grid's dimension `line` (None: `name`) through
-        this rank.
+        """Return the axis called `name`: the ranks along the grid's dimension `line` (None: `name`)
+        through this rank, with their process group if they are several. `purpose` tells groups of
+        the same ranks apart.
         """
         members = topology.group(line or name, me)
         # an axis of size 1 sends nothing: no group, no threads
@@ -333,8 +341,9 @@ def build_mesh(
 
 
 def _boundary_axis(topology: Topology, me: int, make: GroupFactory) -> Axis:
-    """Return the axis of first and last stage; of size 1 on a rank of any other stage, which still
-    makes a group so that all ranks make equally many.
+    """Return the axis `ends` of the first and the last pipeline stage, seen from rank `me`; of size
+    1 on a rank of any other stage, which still makes a group (of itself) so that all ranks make
+    equally many.
     """
     ends = list(topology.ends(me))
     # torch counts groups: a rank that made fewer would name the next ones differently
@@ -345,7 +354,9 @@ def _boundary_axis(topology: Topology, me: int, make: GroupFactory) -> Axis:
 def _device_mesh(
     stage: torch.Tensor, axes: tuple[Axis, ...], device: torch.device, make: GroupFactory
 ) -> DeviceMesh:
-    """Return torch's DeviceMesh of this stage's ranks with dims `axes`."""
+    """Return torch's DeviceMesh over the ranks `stage`, with `axes` and their groups as its
+    dims.
+    """
     # DeviceMesh needs a group for each dim, also of size 1
     alone = make([dist.get_rank()])
     return DeviceMesh.from_group(

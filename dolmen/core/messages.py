@@ -55,8 +55,8 @@ def as_bad_input(*types: type[Exception]) -> Iterator[None]:
 
 @contextmanager
 def os_error_as_value(option: str) -> Iterator[None]:
-    """Context manager: turn an OSError inside into a ValueError that begins with `option`, an
-    option with its value.
+    """Context manager: turn an OSError inside into a ValueError whose message is `option` (an
+    option with its value), a colon and the system's reason.
     """
     try:
         yield
@@ -66,17 +66,18 @@ def os_error_as_value(option: str) -> Iterator[None]:
 
 COMMAND = r"\bdolmen (?:export|generate|train) [^;)]*"
 OPTION = r"(?<![\w./-])(--)?([a-z][a-z0-9]*(?:[-_.][a-z0-9]+)*)(?![\w/-])"
-SAID = re.compile(f"{COMMAND}|{OPTION}")
+MENTION = re.compile(f"{COMMAND}|{OPTION}")
 
 
 def python_spelling(text: str, keywords: Mapping[str, str], switches: Collection[str] = ()) -> str:
-    """Return `text` with options respelled as Python keywords. `keywords`: from an option's name
-    (without dashes before it, `_` for `-`) to its replacement; `switches`: options that take no
-    value. A word with neither dashes before it nor a section may be any word, and stays.
+    """Return the message `text` with options respelled as Python keywords: `--train.no-compile` as
+    `train.compile=False`. `keywords`: from an option's name (without dashes before it, `_` for `-`)
+    to its replacement; `switches`: options that take no value. Whole dolmen commands, unknown
+    options, and words with neither dashes before them nor a section stay.
     """
 
     def respell(match: re.Match[str]) -> str:
-        """Return what replaces one match of SAID."""
+        """Return the Python spelling of one matched option; any other match as it is."""
         dashes, name = match.groups()
         name = (name or "").replace("-", "_")  # empty: a command
         section, _, last = name.rpartition(".")
@@ -88,7 +89,7 @@ def python_spelling(text: str, keywords: Mapping[str, str], switches: Collection
         positive = f"{section}.{last.removeprefix('no_')}"
         return f"{keywords[positive]}=False" if positive in keywords else match[0]
 
-    return SAID.sub(respell, text)
+    return MENTION.sub(respell, text)
 
 
 def plural(count: int, one: str, several: str | None = None) -> str:
@@ -147,7 +148,10 @@ FORMATS |= {"mcore": "megatron-core", "torch_dist": "torch-dist", "dist": "torch
 
 
 def choices(value: str, known: Iterable[object]) -> str:
-    """Return the text after `X is VALUE: ` that lists the allowed values or suggests one."""
+    """Return the end of a message behind "X is VALUE: ": "did you mean bfloat16?" where `value` is
+    another name of a known one (of a dtype or a format), else "use one of ..." with all known
+    values.
+    """
     names = [str(name) for name in known]
     plain = value.lower().removeprefix("torch.")
     meant = (DTYPES | FORMATS).get(plain, value.removeprefix("torch."))
@@ -159,8 +163,8 @@ def choices(value: str, known: Iterable[object]) -> str:
 def did_you_mean(
     name: str, known: Iterable[str], otherwise: str = "", cutoff: float = 0.6, most: int = 3
 ) -> str:
-    """Return 'did you mean a or b?' with up to `most` of the known names closest to `name` (of a
-    similarity of `cutoff` or more), or `otherwise` where none is.
+    """Return "did you mean a or b?" with up to `most` of the known names that are closest to
+    `name`, of a similarity (difflib's ratio) of `cutoff` or more; `otherwise` where there is none.
     """
     near = get_close_matches(name, [*known], n=most, cutoff=cutoff)
     return f"did you mean {' or '.join(near)}?" if near else otherwise
@@ -170,8 +174,8 @@ MOST_UNKNOWN = 5  # unknown options that one message names
 
 
 def unknown_options(advice: Mapping[str, str]) -> str:
-    """Return the message for unknown options. `advice`: option, as it is typed -> what to use
-    instead, or "".
+    """Return the message for one or more unknown options, of which it names at most five. `advice`:
+    option, as it is typed -> what to use instead, or "".
     """
     if len(advice) == 1:
         ((name, near),) = advice.items()
@@ -182,7 +186,7 @@ def unknown_options(advice: Mapping[str, str]) -> str:
 
 
 def divisor(number: int, near: int) -> int:
-    """Return the largest divisor of `number` that is at most `near`: for `set X to a divisor, such
-    as `.
+    """Return the largest divisor of `number` that is at most `near` (1 or more): for messages such
+    as "set X to a divisor, such as 4".
     """
     return max(n for n in range(1, min(near, number) + 1) if number % n == 0)

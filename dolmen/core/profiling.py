@@ -24,9 +24,10 @@ PREFIX = "dolmen: "
 
 
 def record_range(kind: str, what: str = "") -> AbstractContextManager:
-    """Return a context that marks a range of the profile, if one records, else does nothing.
-    `kind`: a kind of training/profile_table.py or the name of an axis; `what`: detail shown with
-    it. Backward needs none: it is found by the forward it belongs to.
+    """Return a context manager that names what runs inside it in torch's profile; it does nothing
+    where no profiler records, and under torch.compile. `kind`: a kind of training/profile_table.py
+    or the name of an axis; `what`: detail shown with it. Backward needs none: it is found by the
+    forward it belongs to.
     """
     if torch.compiler.is_compiling() or not compute.is_profiling():
         return nullcontext()
@@ -34,11 +35,16 @@ def record_range(kind: str, what: str = "") -> AbstractContextManager:
 
 
 def record_function_range(kind: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Return a decorator that records each call of the function as a range of this kind."""
+    """Return a decorator that records each call of a function as a range of `kind` in the
+    profile.
+    """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        """Return the function, each call of which is recorded."""
+
         @wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+            """Call the function within a range of the profile."""
             with record_range(kind):
                 return function(*args, **kwargs)
 

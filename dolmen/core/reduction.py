@@ -12,8 +12,9 @@ from torch import Tensor
 
 
 def tree_sum(parts: Shaped[Tensor, " n *shape"]) -> Shaped[Tensor, "*shape"]:
-    """Return parts[0] + parts[1] + ..., neighbours first; of an odd number the last waits for the
-    next round. Half precision is added in fp32 and rounded once.
+    """Return parts[0] + parts[1] + ..., neighbours first, then neighbouring sums and so on; the
+    last of an odd number waits for the next round. Half precision is added in fp32 and rounded
+    once.
     """
     # bf16 sums of 8 ranks would otherwise be rounded three times
     sums = widen(parts)
@@ -25,7 +26,7 @@ def tree_sum(parts: Shaped[Tensor, " n *shape"]) -> Shaped[Tensor, "*shape"]:
 
 
 def widen(x: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
-    """Return x of half precision in fp32, else x itself."""
+    """Return x of half precision (bf16, fp16) in fp32, any other x itself."""
     return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
@@ -35,6 +36,7 @@ class Tree:
     """
 
     def __init__(self, leaves: int):
+        """Start a sum of `leaves` tensors."""
         self.leaves = leaves
         self.waiting: dict[tuple[int, int], Tensor] = {}
         """Sums whose neighbour has not come, by the number of nodes of their level and their
@@ -42,8 +44,8 @@ class Tree:
         """
 
     def add(self, index: int, leaf: Tensor) -> Tensor | None:
-        """Add leaf number `index`, which may be overwritten. Return the sum with the last leaf that
-        is added, else None.
+        """Add leaf number `index`, a tensor, which may be overwritten. Return the sum of all when
+        this was the last leaf that was missing, else None.
         """
         nodes = self.leaves
         while nodes > 1:

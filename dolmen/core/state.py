@@ -31,10 +31,10 @@ Places = Placement | tuple[Placement, Placement]
 
 
 def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) -> None:
-    """Replace every parameter (on meta, full shape) by a DTensor on mesh axis tp, or on ep and tp,
-    in place. No-op on a mesh of no grid.
-
-    Raises KeyError if a parameter has no placement. Tied parameters stay one parameter.
+    """Replace every parameter of `module` (on meta, in full shape) by a DTensor that is sharded as
+    `placements` says, by parameter name: over mesh axis tp, or over ep and tp for a pair. In place;
+    tied parameters stay one parameter. Does nothing for a mesh without process groups. Raises
+    KeyError if a parameter has no placement.
     """
     if mesh.grid is None or mesh.expert_grid is None:
         return
@@ -60,11 +60,12 @@ def distribute(module: nn.Module, placements: Mapping[str, Places], mesh: Mesh) 
 
 
 def gather_as_plain(record: sharding.Record, partial: Axis | None) -> None:
-    """Let FSDP gather this parameter, which rests on tp as a DTensor, as a plain tensor, and take a
+    """Make FSDP gather a parameter, which rests on tp as a DTensor, as a plain tensor, and take a
     plain gradient for it: the bridge between DTensor state and local compute, crossed once per
-    gathering. Call before the first forward. `partial`: the axis over which its gradient is a
-    partial sum (a weight stored whole but used on this rank's part of the activations); summed when
-    FSDP reduces it.
+    gathering. `record` is FSDP's record of the parameter, changed in place; call before the first
+    forward. `partial`: the axis over which its gradient is a partial sum (a weight stored whole but
+    used on this rank's part of the activations), and is summed when FSDP reduces it; None: it is no
+    partial sum.
 
     Otherwise every use of a weight is an autograd node, a view and a DTensor made of its gradient,
     which is then added by dispatch: 1 ms of a layer's 3 ms of host time per microbatch.
@@ -75,10 +76,10 @@ def gather_as_plain(record: sharding.Record, partial: Axis | None) -> None:
 
 
 def local(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
-    """Return this rank's shard of a parameter as a plain tensor for compute, with autograd. Its
-    gradient is what this rank computes; FSDP sums partial ones (`gather_as_plain`). A model built
-    for inference has no FSDP: whoever takes its gradients makes the sums
-    (parallel/data.sum_partial).
+    """Return this rank's shard of a parameter as a plain tensor for compute, with autograd where
+    gradients are enabled; a plain tensor is returned as it is. Its gradient is what this rank
+    computes; FSDP sums partial ones (`gather_as_plain`). A model built for inference has no FSDP:
+    whoever takes its gradients makes the sums (parallel/data.sum_partial).
 
     Without gradients autograd is bypassed: for the hundreds of parameters of an update that takes
     longer than its launches.
@@ -89,12 +90,14 @@ def local(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
 
 
 def is_distributed(cls: type) -> bool:
-    """Return True for DTensor classes, whose tensors are sharded over ranks."""
+    """Return True for DTensor and its subclasses, whose tensors are sharded over ranks."""
     return issubclass(cls, DTensor)
 
 
 def region(p: Shaped[Tensor, "*whole"]) -> tuple[slice, ...]:
-    """Return the part of the full tensor that this rank holds, one slice per dimension."""
+    """Return the part of the full tensor that this rank holds, one slice per dimension; all of it
+    for a plain tensor.
+    """
     if not isinstance(p, DTensor):
         return tuple(slice(0, n) for n in p.shape)
     shape, offset = sharding.local_shape_and_offset(p.shape, p.device_mesh, p.placements)
@@ -116,8 +119,8 @@ def sharded_dims(p: Shaped[Tensor, "*whole"]) -> dict[str, int | None]:
 
 
 def local_view(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
-    """Return this rank's shard as a plain tensor without autograd; writing to it changes the
-    parameter.
+    """Return this rank's shard (of a plain tensor all of it) as a plain tensor without autograd, on
+    the same memory: writing to it changes the parameter.
     """
     return sharding.local_tensor(p) if isinstance(p, DTensor) else p.detach()
 
@@ -125,7 +128,9 @@ def local_view(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*here"]:
 def tensor_like(
     p: Shaped[Tensor, "*whole"], values: Shaped[Tensor, "*here"]
 ) -> Shaped[Tensor, "*whole"]:
-    """Return a tensor sharded like p whose local values are `values`."""
+    """Return a tensor sharded like p whose local values are `values`; for a plain p `values`
+    itself.
+    """
     return sharding.dtensor_like(p, values) if isinstance(p, DTensor) else values
 
 
@@ -147,8 +152,8 @@ def write_region(p: Shaped[Tensor, "*whole"], value: Shaped[Tensor, "..."]) -> N
 
 
 def gather_full(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*whole"]:
-    """Return the full tensor, detached, on every rank. Collective: all ranks of the parameter's
-    mesh call it.
+    """Return the full tensor of a sharded one, plain and detached, on every rank; of a plain tensor
+    itself, detached. Collective: all ranks of the parameter's mesh call it.
     """
     if not isinstance(p, DTensor):
         return p.detach()
@@ -164,8 +169,8 @@ def gather_full(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*whole"]:
 
 
 def replication_weight(p: Shaped[Tensor, "*whole"]) -> float:
-    """Return 1 / (number of ranks that hold this rank's elements of p): the weight of a local sum
-    in a sum over the world that counts each element once.
+    """Return 1 / (number of ranks that hold this rank's elements of p), 1 for a plain tensor: the
+    weight of a local sum in a sum over the world that counts each element once.
     """
     if not isinstance(p, DTensor):
         return 1.0
@@ -175,8 +180,8 @@ def replication_weight(p: Shaped[Tensor, "*whole"]) -> float:
 
 
 def dtype_of(module: nn.Module) -> torch.dtype:
-    """Return the dtype in which a module's floating-point parameters are stored, ignoring 8-bit
-    ones.
+    """Return the dtype of a module's first floating-point parameter, in which its parameters are
+    stored but for 8-bit integer ones.
     """
     return next(p.dtype for p in module.parameters() if p.is_floating_point())
 
@@ -187,14 +192,16 @@ def local_elements(p: Shaped[Tensor, "*whole"]) -> int:
 
 
 def fill_normal(p: Float[Tensor, "*whole"], name: str, seed: int, std: float) -> None:
-    """Fill p with normal values, mean 0, that depend only on (seed, name, position in the full
-    tensor), so on no layout.
+    """Fill this rank's part of p with normal values of mean 0 and standard deviation `std`, which
+    depend only on (seed, name, position in the full tensor), so on no layout.
     """
     _fill(p, name, seed, lambda block, generator: block.normal_(0.0, std, generator=generator))
 
 
 def fill_uniform(p: Float[Tensor, "*whole"], name: str, seed: int, bound: float) -> None:
-    """Fill p as `fill_normal` does, with values uniform in [-bound, bound]."""
+    """Fill this rank's part of p with values uniform in [-bound, bound], which depend only on
+    (seed, name, position in the full tensor), so on no layout.
+    """
     _fill(
         p, name, seed, lambda block, generator: block.uniform_(-bound, bound, generator=generator)
     )
@@ -227,8 +234,8 @@ def _fill(p: Tensor, name: str, seed: int, draw: FillBlock) -> None:
 def _fill_blocks(
     out: Tensor, full: torch.Size, where: tuple[slice, ...], name: str, seed: int, draw: FillBlock
 ) -> None:
-    """Fill `out`, the part `where` of a tensor of shape `full`, block by block of rows: `draw`
-    fills a block from a generator with the block's own seed, so values do not depend on the
+    """Fill `out`, the part `where` of a matrix or vector of shape `full`, block by block of rows:
+    `draw` fills a block from a generator with the block's own seed, so values do not depend on the
     sharding.
     """
     rows = max(1, BLOCK // math.prod(full[1:]))

@@ -62,7 +62,9 @@ class Topology:
 
     @property
     def grids(self) -> tuple[dict[str, int], ...]:
-        """The three factorisations of the world: axis -> size, outermost first."""
+        """The world as a grid of axes in three ways, each from axis to size, outermost first: pp x
+        dp x cp x tp, pp x fsdp x tp and pp x edp x ep x tp.
+        """
         fsdp = self.dp * self.cp
         return (
             {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp},
@@ -92,7 +94,7 @@ class Topology:
         return range(first, first + size * distance, distance)
 
     def groups(self, axis: str) -> list[range]:
-        """Return every group along `axis`; each rank is in one of them."""
+        """Return every group along `axis`, as ranges of ranks; each rank is in one of them."""
         _, distance = self._size_and_distance(axis)
         return [self.group(axis, rank) for rank in range(self.size) if not self.index(axis, rank)]
 

@@ -33,7 +33,7 @@ from dolmen.core.torch_private import processes
 
 
 def _group(axis: Axis) -> dist.ProcessGroup:
-    """Return the process group of an axis with more than one rank."""
+    """Return the process group of an axis, which must have more than one rank."""
     assert axis.group is not None, axis.name
     return axis.group
 
@@ -41,8 +41,8 @@ def _group(axis: Axis) -> dist.ProcessGroup:
 def start_all_reduce(
     x: Shaped[Tensor, "*shape"], axis: Axis, op: str = "sum"
 ) -> Shaped[Tensor, "*shape"]:
-    """Start summing (or `op`: max, min) x over the axis into a new tensor, to be finished by
-    `wait`.
+    """Start summing (or `op`: max, min) x over the ranks of the axis into a new tensor, to be
+    finished by `wait`. A sum in the axis's fixed order is done when this returns.
     """
     if op == "sum" and axis.reduction == "fixed":
         return _add_in_order(x, axis)
@@ -54,7 +54,8 @@ def start_all_reduce_(
     x: Shaped[Tensor, "*shape"], axis: Axis, op: str = "sum"
 ) -> Shaped[Tensor, "*shape"]:
     """Start an all-reduce in the memory of contiguous x, a temporary that the caller does not read
-    again; `start_all_reduce` would copy it first, as large as the activation. Finish by `wait`.
+    again, to be finished by `wait`; `start_all_reduce` would copy it first, as large as the
+    activation. `op`: sum, max, min. Under torch.compile the result is a new tensor.
     """
     # inductor decides about memory itself, and functional ops trace
     if torch.compiler.is_compiling():
@@ -79,7 +80,9 @@ def _add_in_order(x: Tensor, axis: Axis) -> Tensor:
 def start_all_gather(
     x: Shaped[Tensor, " n *rest"], axis: Axis
 ) -> Shaped[Tensor, " {axis.size}*n *rest"]:
-    """Start gathering x of every rank, concatenated along dim 0; finish by `wait`."""
+    """Start gathering x of every rank of the axis, concatenated along dim 0; `wait` on what this
+    returns finishes it.
+    """
     with profiling.record_range(axis.name, "all-gather"):
         return processes.all_gather(x.contiguous(), 0, _group(axis))
 
@@ -107,15 +110,16 @@ def start_all_to_all(
     send: list[int] | None,
     axis: Axis,
 ) -> Shaped[Tensor, " arriving *rest"]:
-    """Start sending the first send[0] rows of x to rank 0, the next send[1] to rank 1 and so on;
-    receive[r] rows come from rank r. None for both: equally many to and from all. Finish by `wait`.
+    """Start sending the first send[0] rows of x to rank 0 of the axis, the next send[1] to rank 1
+    and so on; receive[r] rows come from rank r, in the order of ranks. None for both: equally many
+    to and from all. Finish by `wait`.
     """
     with profiling.record_range(axis.name, "all-to-all"):
         return processes.all_to_all(x.contiguous(), receive, send, _group(axis))
 
 
 def wait(x: Shaped[Tensor, "*shape"], axis: Axis | None = None) -> Shaped[Tensor, "*shape"]:
-    """Wait for the result of a `start_*`; a profile records it under `axis`."""
+    """Wait for the result of a `start_*` and return it; a profile records the wait under `axis`."""
     with nullcontext() if axis is None else profiling.record_range(axis.name, "wait"):
         return processes.wait(x)
 
@@ -123,7 +127,9 @@ def wait(x: Shaped[Tensor, "*shape"], axis: Axis | None = None) -> Shaped[Tensor
 def finish_reduce_scatter(
     x: Shaped[Tensor, " arriving *rest"], axis: Axis
 ) -> Shaped[Tensor, " n *rest"]:
-    """Wait for `start_reduce_scatter`, and return this rank's rows of the sum."""
+    """Wait for what `start_reduce_scatter` returned, and return this rank's equal part, along dim
+    0, of the sum over the axis.
+    """
     x = wait(x, axis)
     if not axis.adds:
         return x
@@ -145,15 +151,17 @@ def start_send(x: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:
 
 
 def start_receive(into: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:
-    """Start receiving into `into` what rank `peer` of the axis sends; it is there once the returned
-    work is waited for.
+    """Start receiving into the tensor `into` what rank `peer` of the axis sends next to this rank;
+    it is there once the returned work is waited for.
     """
     with profiling.record_range("pp", "receive"):
         return _require_work(dist.irecv(into, group=axis.group, group_src=peer))
 
 
 def _require_work(work: dist.Work | None) -> dist.Work:
-    """Return the work; torch gives None only to a process that is not in the group."""
+    """Return the work handle, which must not be None: torch gives None only to a process that is
+    not in the group.
+    """
     assert work is not None, "torch returns no work handle: this process is not in the group"
     return work
 
@@ -178,8 +186,10 @@ class Rotation(NamedTuple):
 
 def start_rotate(tensors: list[Shaped[Tensor, "..."]], axis: Axis, shift: int = 1) -> Rotation:
     """Start sending each tensor to the rank `shift` further on the ring of the axis, and receiving
-    that of the rank as far behind. Shapes are equal on all ranks, and all ranks call this in the
-    same order. What is sent must not be written to before `Rotation.wait`.
+    that of the rank as far behind; `wait` of the returned `Rotation` gives the received ones.
+    Shapes are equal on all ranks, and all ranks call this in the same order. What is sent must not
+    be written to before `Rotation.wait`. On an axis of one rank the tensors themselves are
+    received.
 
     One batch, so that NCCL takes the communicator of the whole axis, as a collective does, and not
     one for each pair. The CPU waits for the others only while that is made, in the first call; as

@@ -41,8 +41,8 @@ class TimeLimitExceeded(Exception):
 
 @contextmanager
 def limit_time(seconds: float) -> Iterator[None]:
-    """Raise TimeLimitExceeded in the code within once it has run for `seconds`: in the main thread
-    whatever it does, in any other at its next Python instruction.
+    """Context manager: raise TimeLimitExceeded in the code inside once it has run for `seconds`: in
+    the main thread whatever it does, in any other at its next Python instruction.
     """
     # only the main thread handles signals
     main = threading.current_thread() is threading.main_thread()
@@ -55,10 +55,12 @@ def limit_time(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """Interrupt the main thread after `seconds` by SIGALRM; the previous handler is restored."""
+    """Context manager: raise TimeLimitExceeded in the main thread after `seconds`, by SIGALRM; the
+    timer is stopped and the previous handler restored at the end.
+    """
 
     def stop(number: int, frame: FrameType | None) -> Never:
-        """Raise the exception wherever the main thread is."""
+        """Handle the signal: raise TimeLimitExceeded wherever the main thread is."""
         raise TimeLimitExceeded
 
     before = signal.signal(signal.SIGALRM, stop)
@@ -72,7 +74,9 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def _async_exception(seconds: float) -> Iterator[None]:
-    """Have the interpreter raise TimeLimitExceeded in this thread after `seconds`."""
+    """Context manager: have the interpreter raise TimeLimitExceeded in this thread at its next
+    Python instruction after `seconds`, unless the code inside has finished.
+    """
     thread, lock, over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), False
     schedule = ctypes.pythonapi.PyThreadState_SetAsyncExc
 

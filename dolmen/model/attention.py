@@ -146,7 +146,7 @@ class CoreAttention(nn.Module):
         """
         if self.kv_head_of_query is not None:
             k, v = (_per_query(t, self.kv_head_of_query, 1) for t in (k, v))
-        return decode.one_query(q, k, v, self.attend._replace(sinks=sinks), pages)
+        return decode.attend_pages(q, k, v, self.attend._replace(sinks=sinks), pages)
 
 
 def _per_query(x: Tensor, heads: Sequence[int], dim: int) -> Tensor:

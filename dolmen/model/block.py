@@ -117,7 +117,7 @@ class TransformerBlock(nn.Module, Generic[C]):
         assert inputs.rows is not None
         # the mask depends on key, layer, site and the token's index in the global batch: the same
         # in every layout and when recomputed
-        return elementwise.residual(
+        return elementwise.dropout(
             y, self.dropout, inputs.noise, inputs.noise.site(site), inputs.rows
         )
 

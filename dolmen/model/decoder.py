@@ -413,7 +413,7 @@ class Decoder(nn.Module):
             x = self.embed_norm(x)
         if inputs.noise is not None:
             assert inputs.rows is not None
-            x = elementwise.residual(
+            x = elementwise.dropout(
                 x, self.dropout, inputs.noise, elementwise.EMBEDDING, inputs.rows
             )
         return x

@@ -26,7 +26,7 @@ ACTIVATIONS = {
 def clamped_swiglu(
     gate: Float[Tensor, "rows size"], up: Float[Tensor, "rows size"], alpha: float, limit: float
 ) -> Float[Tensor, "rows size"]:
-    """SwiGLU with clamped inputs (GPT-OSS, 2508.10925): with a = min(gate, limit) and b = up
+    """Return SwiGLU with clamped inputs (GPT-OSS, 2508.10925): with a = min(gate, limit) and b = up
     clamped to +- limit, a sigmoid(alpha a) (b + 1).
     """
     gate = gate.clamp(max=limit)
@@ -52,8 +52,8 @@ class Noise(NamedTuple):
     """
 
     def site(self, number: int) -> Int64[Tensor, ""]:
-        """Return the site number of dropout `number` (SCORES, MIXER or MLP) in this layer,
-        different from that of any other.
+        """Return the site number of dropout `number` (SCORES, MIXER or MLP) in this layer, which no
+        other place of the model has. Asserts that there is a layer.
         """
         assert self.layer is not None, "only a layer has sites"
         return 3 * self.layer + number
@@ -74,8 +74,9 @@ def keep(
     site: int | Int64[Tensor, ""],
     *indices: Int64[Tensor, "#*elements"],
 ) -> Bool[Tensor, "*elements"]:
-    """Return which of the `elements` that `indices` broadcast to are kept, each with probability 1
-    - p: a hash of its indices, `key` and `site`, so the same on any device or layout.
+    """Return True for each of the `elements`, to which `indices` broadcast, that dropout keeps,
+    with probability 1 - p: a hash of its indices, `key` and `site`, so the same on any device or
+    layout.
     """
     # splitmix64's mixing, once per index
     z = key
@@ -87,14 +88,17 @@ def keep(
     return (z & 0xFFFFFF) >= int(p * (1 << 24))
 
 
-def residual(
+def dropout(
     x: Float[Tensor, "tokens hidden"],
     p: float,
     noise: Noise,
     site: int | Int64[Tensor, ""],
     rows: Int64[Tensor, " tokens"],
 ) -> Float[Tensor, "tokens hidden"]:
-    """Apply dropout to x; `rows` are the tokens' indices in the global batch."""
+    """Return x with each element set to 0 with probability p, else divided by 1 - p. Which ones
+    follows from the step's key in `noise`, `site`, the column and `rows`, the tokens' indices in
+    the global batch.
+    """
     keep_mask = keep(p, noise.key, site, rows[:, None], torch.arange(x.shape[1], device=x.device))
     return torch.where(keep_mask, x / (1 - p), 0)
 
@@ -113,7 +117,7 @@ Accumulate = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
 @cache
 def compile_accumulate() -> Accumulate:
-    """Return `accumulate` compiled to one pass (bf16 to fp32, on a CPU: a third of the time); on
-    first use, as inductor takes a second to import.
+    """Return `accumulate` compiled to one pass (bf16 to fp32, on a CPU: a third of the time),
+    cached. Call it on first use, as inductor takes a second to import.
     """
     return torch.compile(accumulate, dynamic=True)

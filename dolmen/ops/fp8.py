@@ -66,15 +66,17 @@ def dequantise(
 
 
 def amax(x: Float[Tensor, "*shape"], granularity: Granularity, axis: int) -> Float[Tensor, "..."]:
-    """Return the largest |x| per scale, fp32, shaped as `quantise` shapes scales: 0 of nothing,
-    infinite where x has NaN (a maximum over ranks may drop NaN). The maximum of the parts' results
-    is that of the whole.
+    """Return the largest |x| of all elements that share a scale, fp32, shaped as `quantise` shapes
+    scales: 0 of nothing, infinite where x has NaN (a maximum over ranks may drop NaN). The maximum
+    of the parts' results is that of the whole.
     """
     return _block_amax(x.detach(), granularity, axis).nan_to_num(torch.inf, torch.inf)
 
 
 def _block_amax(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
-    """Return the largest |x| per scale in fp32, NaN where x has one; 0 for an empty x."""
+    """Return the largest |x| of all elements that share a scale, in fp32: NaN where x has one, 0
+    for an empty x.
+    """
     if granularity == "tensor":
         return x.abs().amax().float() if x.numel() else torch.zeros((), device=x.device)
     blocks = _split_blocks(x, granularity, axis)
@@ -86,8 +88,9 @@ def _block_amax(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
 def scale_of(
     amax: Float[Tensor, "*scales"], format: Format, granularity: Granularity
 ) -> Float[Tensor, "*scales"]:
-    """Return amax / the format's largest number (mx: rounded up to a power of two), 1 where amax is
-    0, SMALLEST_SCALE or more; not finite where amax is not.
+    """Return the scale for each largest magnitude: amax / the format's largest number (mx: rounded
+    up to a power of two), 1 where amax is 0, else at least SMALLEST_SCALE; not finite where amax is
+    not.
     """
     # a tensor of the device: by a number, a GPU multiplies by its rounded inverse, and half of the
     # scales differ from a CPU's in their last bit
@@ -114,7 +117,9 @@ def quantise_with_scale(
     granularity: Granularity,
     axis: int,
 ) -> Shaped[Tensor, "*shape"]:
-    """Return the payload of x for a given scale. NaN stays NaN."""
+    """Return the payload of x, x / scale clamped to the format's range and rounded, in x's shape
+    and the format's dtype, for a given scale, shaped as `quantise` shapes it. NaN stays NaN.
+    """
     most = LARGEST[format]
     # what is made once is changed in place: on a CPU new memory costs more than what is computed
     values = x.detach().to(torch.float32, copy=True)
@@ -143,7 +148,9 @@ def _apply_scale(
 
 
 def _split_blocks(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
-    """View each dim of x as (blocks, elements of a block), the last block padded with 0."""
+    """Return a view of x with each dim as (blocks, elements of a block), x being padded with 0 to
+    whole blocks.
+    """
     sizes = _block(x, granularity, axis)
     padding = [n for size, dim in zip(sizes, x.shape, strict=True) for n in (-dim % size, 0)]
     if any(padding):
@@ -154,7 +161,9 @@ def _split_blocks(x: Tensor, granularity: Granularity, axis: int) -> Tensor:
 
 
 def _block(x: Tensor, granularity: Granularity, axis: int) -> list[int]:
-    """Return how many elements share a scale along each dim of x; not for one scale per tensor."""
+    """Return how many elements share a scale along each dim of x; not for granularity `tensor`, of
+    which all do.
+    """
     sizes = [1] * x.ndim
     match granularity:
         case "row":

@@ -37,9 +37,9 @@ SMALLEST_SCALE = 2.0**-126
 def quantise(
     weight: Float[Tensor, "*experts out in"], amax: Float[Tensor, "*experts out"] | None = None
 ) -> tuple[Int8[Tensor, "*experts out in"], Float[Tensor, "*experts out"]]:
-    """Return a weight as (payload in int8, scale of each output in fp32); a row that is not finite
-    has a NaN scale. `amax`: the largest magnitude of each whole row, where `weight` has a part of
-    its inputs.
+    """Return a weight as (int8 payload, fp32 scale of each output), payload times scale being
+    within half a scale of the weight; a row that is not finite has a NaN scale. `amax`: the largest
+    magnitude of each whole row, where `weight` has a part of its inputs; None: taken from `weight`.
     """
     wide = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
     amax = wide.abs().amax(-1) if amax is None else amax.to(wide.dtype)
@@ -52,14 +52,18 @@ def quantise(
 
 
 def token_scales(x: Float[Tensor, "tokens in"]) -> Float[Tensor, "tokens 1"]:
-    """Return the scale of each token of x, in fp32: NaN or infinite where x is."""
+    """Return the scale of each token of x, its largest magnitude / 127, in fp32: NaN or infinite
+    where x is.
+    """
     return x.float().abs().amax(-1, keepdim=True).div_(LARGEST).clamp_(min=SMALLEST_SCALE)
 
 
 def quantise_tokens(
     x: Float[Tensor, "tokens in"], scale: Float[Tensor, "tokens 1"]
 ) -> UInt8[Tensor, "tokens in"]:
-    """Return the payload of x by the scales of its tokens."""
+    """Return x / scale, rounded to whole numbers, plus 128, as u8: the payload of x by the scale of
+    each token.
+    """
     # torch converts fp32 to s8 by vectors and to u8 one by one; s8 ^ 0x80 is s8 + 128 as u8
     steps = (x.float() / scale).round_().to(torch.int8)
     return steps.bitwise_xor_(-ZERO_POINT).view(torch.uint8)
@@ -78,8 +82,9 @@ def dequantise(
 def output(
     x: Float[Tensor, "tokens in"], payload: Int8[Tensor, "out in"], scale: Float[Tensor, " out"]
 ) -> Float[Tensor, "tokens out"]:
-    """Return x W^T in x's dtype, W being the dequantised payload; the scales multiply the result. A
-    payload is exact in x's dtype, as bf16 has eight bits of mantissa.
+    """Return x W^T in x's dtype, W being the dequantised 8-bit payload: the product with the
+    payload, times the scale of each output. A payload is exact in x's dtype, as bf16 has eight bits
+    of mantissa.
     """
     return (F.linear(x, payload.to(x.dtype)) * scale).to(x.dtype)
 
@@ -87,7 +92,7 @@ def output(
 def input_gradient(
     g: Float[Tensor, "tokens out"], payload: Int8[Tensor, "out in"], scale: Float[Tensor, " out"]
 ) -> Float[Tensor, "tokens in"]:
-    """Return the input gradient g W in g's dtype, W being the dequantised payload; the scales
-    multiply g.
+    """Return the input gradient g W in g's dtype, W being the dequantised 8-bit payload: g times
+    the scale of each output, times the payload.
     """
     return (g * scale).to(g.dtype) @ payload.to(g.dtype)

@@ -44,7 +44,9 @@ TRANSPOSED = 1024
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on one thread within this context."""
+    """Context manager: torch computes on one thread inside; the number of threads is restored at
+    the end.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -54,8 +56,8 @@ def one_thread() -> Iterator[None]:
 
 
 def product(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "m n"]:
-    """Return a @ b, whose bits are a function of one row of a and one column of b. Fewer than
-    LEAST rows or columns are padded with zeros.
+    """Return a @ b, each element with bits that are a function of one row of a and one column of b,
+    whatever else is multiplied with them. Fewer than LEAST rows or columns are padded with zeros.
     """
     m, n = len(a), b.shape[1]
     if a.dtype != torch.float32 and a.shape[1] > TRANSPOSED:
@@ -69,12 +71,16 @@ def product(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "
 def sum_of_products(
     pairs: Iterable[tuple[Float[Tensor, "m k"], Float[Tensor, "k n"]]], leaves: int
 ) -> Float[Tensor, "m n"]:
-    """Return the sum of a @ b of `leaves` pairs (a, b), by a tree."""
+    """Return the sum of a @ b over `leaves` pairs (a, b), added in the fixed order of a tree
+    (neighbours first).
+    """
     return _tree((product(a, b) for a, b in pairs), leaves)
 
 
 def _tree(parts: Iterable[Tensor], leaves: int) -> Tensor:
-    """Return the sum of `leaves` tensors in order, which are overwritten, by a tree."""
+    """Return the sum of `leaves` tensors, which are overwritten, in the fixed order of a tree
+    (neighbours first). Asserts that there are so many.
+    """
     tree, total = Tree(leaves), None
     for i, part in enumerate(parts):
         total = tree.add(i, part)
@@ -85,21 +91,24 @@ def _tree(parts: Iterable[Tensor], leaves: int) -> Tensor:
 def weight_gradient(
     g: Float[Tensor, "tokens out"], x: Float[Tensor, "tokens in"], leaf: int
 ) -> Float[Tensor, "out in"]:
-    """Return g^T x by a tree over leaves of `leaf` tokens, one sequence each."""
+    """Return the weight gradient g^T x, computed per `leaf` tokens, one sequence each, and added in
+    the fixed order of a tree; the last leaf may be shorter.
+    """
     pairs = ((a.t(), b) for a, b in zip(g.split(leaf), x.split(leaf), strict=True))
     return sum_of_products(pairs, -(-len(x) // leaf))
 
 
 def sum_tokens(x: Float[Tensor, " tokens *rest"], leaf: int) -> Float[Tensor, " *rest"]:
-    """Return the sum over tokens: by a tree within each `leaf` of tokens, then by one over leaves.
-    Raises RuntimeError where `leaf` does not divide them.
+    """Return the sum of x over tokens (dim 0), in the fixed order of a tree within each `leaf` of
+    tokens, then of one over leaves; half precision is added in fp32. Raises RuntimeError where
+    `leaf` does not divide the tokens.
     """
     return _add_pairs(_add_pairs(widen(x).reshape(-1, leaf, *x.shape[1:]), 1), 0)
 
 
 def _add_pairs(x: Tensor, dim: int) -> Tensor:
-    """Return the tree sum of x over `dim` by elementwise additions. torch's own sum over rows
-    takes another order where the number of columns is another one.
+    """Return the sum of x over `dim` in the fixed order of a tree, by elementwise additions:
+    torch's own sum over rows takes another order where the number of columns is another one.
     """
     while (n := x.shape[dim]) > 1:
         even = n // 2 * 2
@@ -110,7 +119,9 @@ def _add_pairs(x: Tensor, dim: int) -> Tensor:
 
 
 def sum_blocks(x: Float[Tensor, "n size"], block: int) -> Float[Tensor, " n"]:
-    """Return the sum of each row, by a tree over sums of `block` columns."""
+    """Return the sum of each row of x, in the fixed order of a tree over sums of `block` columns;
+    the last block may be shorter.
+    """
     parts = x.split(block, dim=1)
     return _tree((part.contiguous().sum(-1) for part in parts), len(parts))
 
@@ -120,7 +131,7 @@ class _SiLU(TypedFunction):
 
     @staticmethod
     def forward(ctx: Context[None], x: Tensor) -> Tensor:
-        """Return silu(x), keeping x."""
+        """Return x sigmoid(x), and keep x for backward."""
         ctx.save_for_backward(x)
         return x / torch.exp(-x).add_(1)
 
@@ -133,18 +144,22 @@ class _SiLU(TypedFunction):
 
 
 def silu(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """Return x sigmoid(x), with autograd."""
+    """Return x sigmoid(x), with autograd, bitwise independent of x's other elements."""
     return _SiLU.apply(x) if x.dtype == torch.float32 else F.silu(x)
 
 
 def gelu(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """Return x Phi(x), Phi the normal distribution, with autograd."""
+    """Return x Phi(x), Phi the normal distribution function, with autograd, in x's dtype, bitwise
+    independent of x's other elements.
+    """
     wide = widen(x)
     return (wide * (0.5 * (1 + torch.erf(wide * math.sqrt(0.5))))).to(x.dtype)
 
 
 def gelu_tanh(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
-    """Return GELU's approximation by tanh, with autograd."""
+    """Return GELU's approximation by tanh, with autograd, in x's dtype, bitwise independent of x's
+    other elements.
+    """
     wide = widen(x)
     inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * (wide * wide * wide))
     return (wide * (0.5 * (1 + torch.tanh(inner)))).to(x.dtype)
@@ -166,14 +181,14 @@ class _Embedding(TypedFunction):
 
     @staticmethod
     def forward(ctx: Context[tuple[int, int]], tokens: Tensor, weight: Tensor, leaf: int) -> Tensor:
-        """Return the rows of `tokens`."""
+        """Return the rows of the table `weight` that `tokens` name."""
         ctx.kept = len(weight), leaf
         ctx.save_for_backward(tokens)
         return F.embedding(tokens, weight)
 
     @staticmethod
     def backward(ctx: Context[tuple[int, int]], g: Tensor) -> tuple[None, Tensor, None]:
-        """Return the gradient of the table."""
+        """Return the gradient of the table, in fp32 or wider."""
         (tokens,), (rows, leaf) = ctx.saved_tensors, ctx.kept
         sequences = list(zip(tokens.split(leaf), g.split(leaf), strict=True))
         parts = (
@@ -186,5 +201,8 @@ class _Embedding(TypedFunction):
 def embedding(
     tokens: Int64[Tensor, " tokens"], weight: Float[Tensor, "rows hidden"], leaf: int
 ) -> Float[Tensor, "tokens hidden"]:
-    """Return the rows of `tokens` with autograd; a sequence has `leaf` tokens."""
+    """Return the rows of `weight` that `tokens` name, with autograd: the table's gradient is added
+    token by token within each sequence of `leaf` tokens, and in the fixed order of a tree over
+    sequences.
+    """
     return _Embedding.apply(tokens, weight, leaf)

@@ -32,8 +32,8 @@ class Hardware:
 
     @staticmethod
     def from_device(device: torch.device) -> "Hardware":
-        """Describe a device of this machine: a GPU's compute capability and name, or whether the
-        CPU has AMX.
+        """Return the properties of a device of this machine: a GPU's compute capability and name,
+        or whether the CPU has AMX.
         """
         if device.type != "cuda":
             return Hardware("cpu", tiles=has_amx())

@@ -39,7 +39,7 @@ def exponentials(
 
 
 def soft_cap(logits: Float[Tensor, "*any"], cap: float) -> Float[Tensor, "*any"]:
-    """Return cap tanh(logits / cap), with autograd."""
+    """Return cap tanh(logits / cap), which lies within +- cap, with autograd."""
     return (logits / cap).tanh_() * cap
 
 

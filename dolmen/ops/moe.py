@@ -44,7 +44,8 @@ def route(
     group_score: Literal["max", "top2"] = "max",
     experts: Int64[Tensor, "n k"] | None = None,
 ) -> Routing:
-    """Choose the k best experts of each token, or take `experts` if given, whatever they score now.
+    """Return the routing of each token: the k experts with the best scores, or `experts` if given,
+    whatever they score now, and their weights.
 
     Scores are the softmax, or (2412.19437 eq. 15) the sigmoid of each logit, whose shares of their
     sum are then the probabilities. `bias` is added for the choice alone (2408.15664). With several
@@ -95,8 +96,9 @@ class ExpertOrder(NamedTuple):
 
 
 def sort(experts: Int64[Tensor, "n k"], number: int) -> ExpertOrder:
-    """Sort (token, expert) pairs by expert, of `number` experts. The host reads nothing, as it
-    would for `bincount`, whose result is as long as the largest value requires.
+    """Return the order of all (token, expert) pairs sorted by expert, of `number` experts, with the
+    count of each. The host reads nothing, as it would for `bincount`, whose result is as long as
+    the largest value requires.
     """
     sorted, pairs = experts.flatten().sort(stable=True)
     # E binary searches of n k sorted numbers
@@ -122,7 +124,7 @@ class _Permute(TypedFunction):
 
     @staticmethod
     def backward(ctx: Context[None], g: Tensor) -> tuple[Tensor, None, None]:
-        """Gather the gradient by the inverse."""
+        """Return the gradient gathered by the inverse permutation."""
         return g[ctx.saved_tensors[0]], None, None
 
 
@@ -131,7 +133,7 @@ class _Spread(TypedFunction):
 
     @staticmethod
     def forward(ctx: Context[int], x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
-        """Return each pair's row."""
+        """Return the row of each pair's token, in the order of `pairs`."""
         ctx.kept = k = len(pairs) // len(x)
         ctx.save_for_backward(places)
         # pair i is choice i % k of token i // k
@@ -139,21 +141,21 @@ class _Spread(TypedFunction):
 
     @staticmethod
     def backward(ctx: Context[int], g: Tensor) -> tuple[Tensor, None, None]:
-        """Add each token's k gradients."""
+        """Return, per token, the sum of the gradients of its k rows."""
         return g[ctx.saved_tensors[0]].view(-1, ctx.kept, g.shape[-1]).sum(1), None, None
 
 
 def permute(
     x: Shaped[Tensor, " m *rest"], permutation: Int64[Tensor, " m"], inverted: Int64[Tensor, " m"]
 ) -> Shaped[Tensor, " m *rest"]:
-    """Return x[permutation] along dim 0. Backward is a gather by `inverted`, without atomic
-    additions: deterministic.
+    """Return x[permutation] along dim 0, with autograd; `inverted` is the inverse permutation.
+    Backward is a gather by it, without atomic additions: deterministic.
     """
     return _Permute.apply(x, permutation, inverted)
 
 
 def spread(x: Float[Tensor, "n H"], order: ExpertOrder) -> Float[Tensor, "pairs H"]:
-    """Copy each token's row once per expert it goes to, sorted by expert."""
+    """Return each token's row of x once per expert it goes to, sorted by expert, with autograd."""
     return _Spread.apply(x, order.pairs, order.places)
 
 
@@ -269,7 +271,7 @@ def _outer_products(g: Tensor, x: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _groups(counts: Sequence[int], *tensors: Tensor) -> Iterator[tuple[int, *tuple[Tensor, ...]]]:
-    """Yield (group, its rows of each tensor) for groups that have rows."""
+    """Yield (index of a group, its `counts` rows of each tensor) for the groups that have rows."""
     for i, parts in enumerate(zip(*(t.split(list(counts)) for t in tensors), strict=True)):
         if counts[i]:
             yield i, *parts
@@ -291,7 +293,7 @@ class _Bias(TypedFunction):
 
     @staticmethod
     def forward(ctx: Context[int], y: Tensor, bias: Tensor, group: Tensor) -> Tensor:
-        """Return y plus its group's bias, row by row."""
+        """Return y plus, row by row, the bias of the row's group."""
         ctx.kept = len(bias)
         ctx.save_for_backward(group)
         return y + bias[group]
@@ -311,7 +313,7 @@ class _Bias(TypedFunction):
 def grouped_bias(
     y: Float[Tensor, "m out"], bias: Float[Tensor, "groups out"], groups: Groups
 ) -> Float[Tensor, "m out"]:
-    """Add the bias of each row's group to y."""
+    """Return y plus the bias of each row's group, with a deterministic backward."""
     if isinstance(groups, Tensor):
         ends = groups
     else:
@@ -323,8 +325,8 @@ def grouped_bias(
 def sequence_counts(
     experts: Int64[Tensor, "n k"], batch: int, number: int
 ) -> Int64[Tensor, "{batch} {number}"]:
-    """Count the (token, expert) pairs of each sequence and expert, for `batch` sequences one after
-    the other and `number` experts.
+    """Return how many (token, expert) pairs each sequence has of each expert, for `batch` sequences
+    of equal length, one after the other, and `number` experts.
     """
     chosen = experts.view(batch, -1, 1)  # of one_hot, a CPU reads the largest
     return (chosen == torch.arange(number, device=experts.device)).sum(1)

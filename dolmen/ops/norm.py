@@ -31,10 +31,11 @@ def rms_norm(
     zero_centred: bool = False,
     leaf: int | None = None,
 ) -> Float[Tensor, "*rows size"]:
-    """Return RMSNorm of each row, in any float dtype; statistics in fp32 (fp64 for fp64 input).
-    `kind`: which kernel, see ops/kernels.py. `zero_centred`: the weight is stored less 1, and as in
-    Gemma 1 + weight and its product are fp32, cast after: 1 + 0.003 is no number of bf16. `leaf`:
-    add the weight's gradient by a tree over leaves of so many rows (ops/invariant.py).
+    """Return x / rms(x) * weight of each row, with autograd, in any float dtype; statistics in fp32
+    (fp64 for fp64 input). `kind`: which kernel, see ops/kernels.py. `zero_centred`: the weight is
+    stored less 1, and as in Gemma 1 + weight and its product are fp32, cast after: 1 + 0.003 is no
+    number of bf16. `leaf`: add the weight's gradient in the fixed order of a tree over leaves of so
+    many rows (ops/invariant.py).
     """
     if torch.compiler.is_compiling():
         # the compiler chooses what to keep: a block's forward is 4 % faster
@@ -49,7 +50,7 @@ def rms_norm(
 
 
 def _forward(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple[Tensor, Tensor]:
-    """Return the output and 1 / rms of each row."""
+    """Return the normalised rows times the weight, in x's dtype, and 1 / rms of each row."""
     wide = _wide(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if zero_centred:
@@ -106,7 +107,9 @@ class _RMSNorm(TypedFunction):
 
 
 def _sum_rows(x: Tensor, leaf: int | None) -> Tensor:
-    """Return the sum of the rows of x [*rows, size]; by a tree if there is a `leaf`."""
+    """Return the sum of the rows of x [*rows, size]; with `leaf` in the fixed order of a tree over
+    leaves of so many rows.
+    """
     rows = x.flatten(0, -2)
     return rows.sum(0) if leaf is None else sum_tokens(rows, leaf)
 

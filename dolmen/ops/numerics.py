@@ -94,18 +94,24 @@ class Fp8:
         return "e5m2" if hybrid else "e4m3"
 
     def granularity(self, operand: Operand) -> Granularity:
-        """Return which elements of an operand share a scale."""
+        """Return which elements of an operand share a scale: the precision's granularity, but
+        128x128 for a weight of fp8-blockwise.
+        """
         # as in DeepSeek-V3: one payload of a weight serves both of its products
         if self.precision == "fp8-blockwise" and operand == "weight":
             return "128x128"
         return GRANULARITY[self.precision]
 
     def rounds(self, product: Product) -> bool:
-        """Return True if the product is computed in 8 bits."""
+        """Return True if the product is computed in 8 bits, False if the options list it in
+        `unrounded`.
+        """
         return product not in self.config.unrounded
 
     def __str__(self) -> str:
-        """Describe the recipe in words for the run's header."""
+        """Return the recipe in words for the run's header: precision, formats, history, what is not
+        rounded.
+        """
         config = self.config
         formats = "E4M3, gradients E5M2" if config.format == "hybrid" else "E4M3"
         words = [f"{self.precision}, {formats}"]
@@ -126,7 +132,7 @@ class Fp8:
 
 
 def room(margin: int) -> float:
-    """Return 2^margin, the headroom by which a format's largest number is divided."""
+    """Return 2^margin, by which a format's largest number is divided before scales are computed."""
     # exact: scales with and without margin differ by a power of two
     return math.ldexp(1.0, margin)
 
@@ -154,11 +160,13 @@ class Exact:
 
     @property
     def token_leaf(self) -> int:
-        """Tokens of a leaf where sequence parallelism may split a sequence: over as many ranks as
-        both `tp` and the sequence are divisible by.
+        """Number of tokens of a leaf where sequence parallelism may split a sequence: over as many
+        ranks as both `tp` and the sequence are divisible by.
         """
         return self.tokens // math.gcd(self.tokens, self.tp)
 
     def block(self, vocab_size: int) -> int:
-        """Rows of the vocabulary in a leaf; the last leaves may have fewer, or none."""
+        """Return how many rows of a vocabulary of `vocab_size` are in a leaf; the last leaves may
+        have fewer, or none.
+        """
         return -(-vocab_size // self.tp)

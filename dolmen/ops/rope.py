@@ -35,14 +35,16 @@ def inverse_frequencies(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Float[Tensor, " {size}//2"]:
-    """Return theta^(-2i / size) for i < size / 2, in `dtype`."""
+    """Return RoPE's frequencies theta^(-2i / size), in radians per token, for i < size / 2, in
+    `dtype`.
+    """
     return 1.0 / theta ** (
         torch.arange(0, size, 2, dtype=torch.int64, device=device).to(dtype) / size
     )
 
 
 def linear(inv: Float[Tensor, " half"], factor: float) -> Float[Tensor, " half"]:
-    """Position interpolation (2306.15595): all frequencies divided by `factor`."""
+    """Return all frequencies divided by `factor`: position interpolation (2306.15595)."""
     return inv / factor
 
 
@@ -53,9 +55,9 @@ def llama3(
     high_freq_factor: float,
     original_max_position_embeddings: int,
 ) -> Float[Tensor, " half"]:
-    """Llama 3.1's frequency scaling: wavelengths longer than original / low_freq_factor have their
-    frequency divided by `factor`, those shorter than original / high_freq_factor are kept, and
-    between them it is interpolated.
+    """Return Llama 3.1's scaled frequencies: wavelengths longer than original / low_freq_factor
+    have their frequency divided by `factor`, those shorter than original / high_freq_factor are
+    kept, and between them it is interpolated.
     """
     wavelength = 2 * math.pi / inv
     low = original_max_position_embeddings / low_freq_factor
@@ -77,10 +79,10 @@ def yarn(
     beta_slow: float = 1.0,
     truncate: bool = True,
 ) -> Float[Tensor, " half"]:
-    """YaRN's frequencies (2309.00071, section 3.2), from `inv` of base `theta`: dims that turn more
-    than `beta_fast` times in the original context are kept, those that turn less than `beta_slow`
-    times divided by `factor`, and a ramp over the dims lies between. `truncate`: the ramp begins
-    and ends at whole dims.
+    """Return YaRN's frequencies (2309.00071, section 3.2), from `inv` of base `theta`: dims that
+    turn more than `beta_fast` times in the original context are kept, those that turn less than
+    `beta_slow` times divided by `factor`, and a ramp over the dims lies between. `truncate`: the
+    ramp begins and ends at whole dims.
     """
     size = 2 * len(inv)
 
@@ -107,8 +109,9 @@ def longrope(
     long: Sequence[float],
     beyond: Bool[Tensor, "*tokens"],
 ) -> Float[Tensor, "*tokens half"]:
-    """LongRoPE (2402.13753): each frequency divided by a factor of its own, from `long` for tokens
-    of sequences `beyond` the original length, else from `short`.
+    """Return LongRoPE's frequencies of each token (2402.13753): each divided by a factor of its
+    own, from `long` for tokens of sequences that are `beyond` the original length, else from
+    `short`.
     """
     factors = to_device(torch.tensor([short, long], dtype=inv.dtype), inv.device)
     return inv / torch.where(beyond[..., None], factors[1], factors[0])
@@ -117,8 +120,9 @@ def longrope(
 def dynamic(
     inv: Float[Tensor, " half"], factor: float, longer: Float[Tensor, "*tokens"]
 ) -> Float[Tensor, "*tokens half"]:
-    """Dynamic NTK: for sequences `longer` times the original length, the base is multiplied by
-    (factor longer - factor + 1)^(size / (size - 2)), if that is over 1.
+    """Return the frequencies of each token by dynamic NTK: for sequences `longer` times the
+    original length, the base is multiplied by (factor longer - factor + 1)^(size / (size - 2)), if
+    that is over 1.
     """
     return _scale_base(inv, factor * longer.clamp(min=1) - (factor - 1))
 
@@ -126,7 +130,10 @@ def dynamic(
 def dynamic_by_powers(
     inv: Float[Tensor, " half"], longer: Float[Tensor, "*tokens"]
 ) -> Float[Tensor, "*tokens half"]:
-    """Dynamic NTK as Qwen has it: `dynamic` with growth 2^ceil(log2(longer) + 1) - 1."""
+    """Return the frequencies of each token by dynamic NTK as Qwen has it: for sequences `longer`
+    times the original length, the base is multiplied by g^(size / (size - 2)), g =
+    2^ceil(log2(longer) + 1) - 1, if that is over 1.
+    """
     return _scale_base(inv, (longer.double().log2() + 1).ceil().exp2() - 1)
 
 
@@ -165,11 +172,11 @@ def rotate(
     interleaved: bool = False,
     streams: int = 1,
 ) -> Float[Tensor, "batch length heads head_dim"]:
-    """Rotate x by its token's angles, in fp32 (fp64 for fp64 input); returns x's dtype. `tokens` is
-    batch and length, or length alone. Where the tables cover part of the head, its first 2 `half`
-    dims are rotated and the others kept. `interleaved`: pairs are neighbouring dims, not i and i +
-    size / 2. With several `streams` of positions each has its part of the tables, and of the
-    rotated dims.
+    """Return x rotated by its token's angles, computed in fp32 (fp64 for fp64 input), in x's dtype.
+    `tokens` is batch and length, or length alone. Where the tables cover part of the head, its
+    first 2 `half` dims are rotated and the others kept. `interleaved`: pairs are neighbouring dims,
+    not i and i + size / 2. With several `streams` of positions each has its part of the tables, and
+    of the rotated dims.
     """
     size = 2 * cos.shape[-1]
     # partial rotary embedding
@@ -220,8 +227,8 @@ class PositionIds:
 
     @staticmethod
     def from_ids(ids: Int64[Tensor, "batch streams length"]) -> "PositionIds":
-        """Construct from ids on the host, taking `longest` from their values: the first stream's
-        largest plus 1, the second's counts from 1 already.
+        """Return position ids with `longest` from the values of `ids`, which are on the host: the
+        first stream's largest plus 1, or the largest of another, which counts from 1 already.
         """
         largest = [max(map(max, stream.tolist())) for stream in ids.unbind(1)]
         return PositionIds(ids, max([largest[0] + 1, *largest[1:]]))
@@ -231,15 +238,17 @@ class PositionIds:
         return replace(self, ids=change(self.ids))
 
     def to_device(self, device: torch.device) -> "PositionIds":
-        """Copy the ids to `device`; the host does not wait."""
+        """Return the position ids with their tensor on `device`; the host does not wait for the
+        copy.
+        """
         return self.map_tensors(lambda ids: to_device(ids, device))
 
 
 def prefix_positions(
     index: Int64[Tensor, "*tokens"], prefix: Int64[Tensor, "*tokens"]
 ) -> Int64[Tensor, "2 ..."]:
-    """Return both position streams of tokens at `index` in documents whose prefix has `prefix`
-    tokens.
+    """Return both position streams [2, tokens] of tokens at `index` in documents whose prefix has
+    `prefix` tokens: the index, up to the prefix's last token, and 0 in the prefix, then 1, 2, ...
     """
     return span_positions(index, prefix, (prefix - 1).clamp(min=0), prefix)
 

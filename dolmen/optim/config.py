@@ -86,8 +86,9 @@ def learning_rate(
     warmup: float | None = None,
 ) -> float:
     """Return the learning rate of update `step` (0-based) of `steps`, of which the first `warmup`
-    (None: as in `config`) warm up. A decaying schedule would reach min_lr one update after the
-    last, so that none is wasted; warm-up's first update has lr / warmup, not 0.
+    (None: `config.warmup_steps`; a fraction is fine) warm up linearly, followed by the schedule of
+    `config`. A decaying schedule would reach min_lr one update after the last, so that none is
+    wasted; warm-up's first update has lr / warmup, not 0.
     """
     warmup = config.warmup_steps if warmup is None else warmup
     if step < warmup:

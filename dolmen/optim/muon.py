@@ -48,8 +48,9 @@ EPS = 1e-7  # of the norm: a matrix of zeros stays one
 def orthogonalize(
     g: Float[Tensor, "rows columns"], dtype: torch.dtype
 ) -> Float[Tensor, "rows columns"]:
-    """Return g with its singular values brought near 1 by STEPS Newton-Schulz iterations in
-    `dtype`. The norm is summed in fp64, as torch adds squares one by one on a CPU.
+    """Return g with its singular values brought near 1 (0.7 to 1.2) by STEPS Newton-Schulz
+    iterations in `dtype`, which the result has. The norm is summed in fp64, as torch adds squares
+    one by one on a CPU.
     """
     norm = torch.linalg.vector_norm(g, dtype=torch.float64) + EPS
     x = (g / norm.to(g.dtype)).to(dtype)
@@ -101,8 +102,9 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Make one update of every parameter; each must have a gradient. `closure` is torch's and
-        unused. Collective.
+        """Make one update of every parameter, its momentum and its step count, in place; each must
+        have a gradient. `closure` is torch's and unused. Collective: all ranks that hold parts of
+        the matrices.
         """
         (group,) = self.param_groups
         parameters = group["params"]
@@ -120,7 +122,9 @@ class Muon(torch.optim.Optimizer):
             value.add_(update, alpha=-group["lr"])
 
     def _direction(self, full: Tensor) -> Tensor:
-        """Return the update of one matrix, divided by -lr."""
+        """Return what the learning rate multiplies, and is then subtracted from the weight: the
+        orthogonalised matrix `full`, times its scale. Computed on one thread with exact numerics.
+        """
         dtype = torch.bfloat16 if self.half else full.dtype
         scale = RATIO * math.sqrt(max(full.shape))
         with invariant.one_thread() if self.exact else nullcontext():
@@ -128,11 +132,15 @@ class Muon(torch.optim.Optimizer):
 
 
 def matrices(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return each matrix of the tensors, some of which are stacks, as a view."""
+    """Return views of all matrices of the tensors: a 2D tensor is one, a 3D tensor a stack of
+    them.
+    """
     return [m for t in tensors for m in (t.unbind() if t.ndim == 3 else [t])]
 
 
 def _view(p: Tensor | None) -> Tensor:
-    """Return this rank's shard of a parameter, gradient or state; asserts that there is one."""
+    """Return this rank's shard of a parameter, gradient or state as a plain tensor on the same
+    memory; asserts that it is not None.
+    """
     assert p is not None, "a trained matrix has no gradient"
     return state.local_view(p)

@@ -37,7 +37,9 @@ DTYPES = {
 
 
 def master_dtype(dtype: str) -> torch.dtype:
-    """Return the dtype of master weights and optimizer state for compute in `dtype`."""
+    """Return the dtype of master weights and optimizer state for compute in `dtype`: fp32, or fp64
+    for float64.
+    """
     return torch.promote_types(DTYPES[dtype], torch.float32)
 
 
@@ -58,8 +60,9 @@ class LossScale:
         return LossScale(True, 2.0**16) if dtype == "float16" else LossScale(False)
 
     def update(self, finite: bool) -> None:
-        """Adapt the scale after a step; `finite`: its gradients had no overflow. No-op unless
-        dynamic.
+        """Adapt the scale after a step, whose gradients had no overflow if `finite`: double it
+        after `patience` such steps in a row, halve it (to 1 at least) after any other. Does nothing
+        unless dynamic.
         """
         if not self.dynamic:
             return
@@ -96,6 +99,7 @@ class CombinedOptimizer:
     """Several optimizers as one: stepped, scheduled and saved together."""
 
     def __init__(self, *rules: torch.optim.Optimizer):
+        """Combine the optimizers `rules`; they share one table of state afterwards."""
         self.rules = rules
         self.param_groups = [group for rule in rules for group in rule.param_groups]
         self.state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
@@ -110,7 +114,7 @@ class CombinedOptimizer:
             rule.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients of all parameters."""
+        """Clear the gradients of all parameters: to None, or to zeros."""
         for rule in self.rules:
             rule.zero_grad(set_to_none)
 
@@ -119,8 +123,9 @@ Optimizer = AdamW | CombinedOptimizer
 
 
 def make_optimizer(model: Decoder, config: OptimizerConfig, mesh: Mesh) -> Optimizer:
-    """Build the optimizer over the trainable parameters: AdamW, without its state
-    (`prime` allocates it), or Muon for matrices and experts with AdamW for the rest, with state.
+    """Build the optimizer that `config` names over this rank's trainable parameters: AdamW, without
+    its state (`prime` allocates it), or Muon for matrices and experts with AdamW for the rest, with
+    state.
     """
     if config.name == "adamw":
         return adamw(model, config)
@@ -143,14 +148,16 @@ def make_optimizer(model: Decoder, config: OptimizerConfig, mesh: Mesh) -> Optim
 
 
 def adamw(model: Decoder, config: OptimizerConfig) -> AdamW:
-    """Build AdamW over the parameters that require a gradient, without allocating its state."""
+    """Build AdamW over all parameters of the model that require a gradient, without allocating its
+    state; norms and biases have no weight decay.
+    """
     # the fused kernel gives other bits to the last elements of a shard
     fused = model.split.kernels.exact is None
     return _adamw(_trainable(model), model.local_specs(), config, fused)
 
 
 def _trainable(model: Decoder) -> dict[str, nn.Parameter]:
-    """Parameters that require a gradient, by name."""
+    """Return the parameters that require a gradient, by name."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -160,8 +167,9 @@ def _adamw(
     config: OptimizerConfig,
     fused: bool = True,
 ) -> AdamW:
-    """Build AdamW with two groups: parameters that decay, as their specs in `params` say, and those
-    that do not (norms, biases). `fused`: update by torch's one kernel, else by lists of operators.
+    """Build AdamW over the parameters `trained` in two groups: those that decay, as their specs in
+    `params` say, and those that do not (norms, biases). `fused`: update by torch's one kernel, else
+    by lists of operators.
     """
     groups = [
         {
@@ -186,8 +194,8 @@ def _adamw(
 
 
 def prime(optimizer: Optimizer) -> None:
-    """Create the optimizer's state (zeros) before the first step, so that a checkpoint has a place
-    to be read into.
+    """Allocate the optimizer's state (zeros), where a parameter has none yet, before the first
+    step, so that a checkpoint has tensors to be read into.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -222,9 +230,9 @@ def load(
     kind: str,
     stream: Callable[[Collection[str]], Iterable[tuple[str, Tensor]]],
 ) -> None:
-    """Fill one `kind` of optimizer state (such as exp_avg) from `stream(parameter names)`, which
-    yields (name, unsharded tensor). Call `prime` first. Raises KeyError for a parameter that the
-    stream leaves out.
+    """Fill one `kind` of optimizer state (such as exp_avg) of the trained parameters from
+    `stream(parameter names)`, which yields (name, unsharded tensor); each rank keeps its shard.
+    Call `prime` first. Raises KeyError for a parameter that the stream leaves out.
     """
     states = optimizer.state
     expected = {
@@ -241,7 +249,8 @@ def load(
 
 def names(params: ParamSpecs, name: Name) -> set[str]:
     """Return the names of all tensors that a checkpoint of the whole model keeps, over all pipeline
-    stages, for the optimizer called `name`.
+    stages: `model/NAME` of each parameter, and each kind of state of the trained ones, for the
+    optimizer called `name`.
     """
     trained = {
         f"{kind}/{n}"
@@ -253,6 +262,8 @@ def names(params: ParamSpecs, name: Name) -> set[str]:
 
 
 def set_step(optimizer: Optimizer, step: int) -> None:
-    """Set the number of updates made; AdamW's bias correction needs it."""
+    """Set the number of updates made in every parameter's state; AdamW's bias correction needs
+    it.
+    """
     for s in optimizer.state.values():
         s["step"].fill_(float(step))

@@ -54,6 +54,9 @@ class _PartExchange:
     """
 
     def __init__(self, axis: Axis, entries: list[_Entry]):
+        """Compute what this rank sends and receives over `axis` for the matrices `entries`, each
+        way, in elements per rank.
+        """
         me, ranks = axis.rank, range(axis.size)
         self.axis, self.entries = axis, entries
         self.mine = [e for e in entries if e.owner == me]
@@ -75,7 +78,8 @@ class _PartExchange:
 
     def gather(self, local: dict[int, Tensor], like: Tensor) -> dict[int, Tensor]:
         """Send this rank's parts (by matrix number) to their owners on the axis; return the joined
-        matrices that this rank owns. `like` gives dtype and device.
+        matrices that this rank owns, by number. Sends nothing where the axis cuts none of them.
+        `like` gives dtype and device. Collective.
         """
         # every rank of the axis already holds the whole
         if not self.cut:
@@ -94,8 +98,9 @@ class _PartExchange:
         return {e.number: torch.cat(parts[e.number], e.dim or 0) for e in self.mine}
 
     def scatter(self, done: dict[int, Tensor], like: Tensor) -> dict[int, Tensor]:
-        """Send results of owned matrices back over the axis; return this rank's part of every
-        matrix.
+        """Send the results `done` of the matrices that this rank owns, by number, back over the
+        axis; return this rank's part of the result of every matrix. `like` gives dtype and device.
+        Collective.
         """
         parts = {e.number: _parts(done[e.number], e) for e in self.mine}
         going = [parts[e.number][r] for r in self.peers for e in self.mine]
@@ -112,9 +117,9 @@ class _PartExchange:
         shapes: list[Shape],
         like: Tensor,
     ) -> list[Tensor]:
-        """All-to-all: `going`, tensors in the order of their destination ranks, `send` and
-        `receive` in elements per rank; returns the received tensors, in these `shapes`. `like`: a
-        tensor of their dtype and device.
+        """Send `going`, tensors in the order of their destination ranks, by one all-to-all; return
+        the received tensors, in these `shapes`, in the order of ranks. `send` and `receive`:
+        elements per rank. `like`: a tensor of their dtype and device.
         """
         flat = torch.cat([x.reshape(-1) for x in going]) if going else like.new_empty(0)
         axis = self.axis
@@ -124,8 +129,8 @@ class _PartExchange:
 
 
 def _parts(full: Tensor, entry: _Entry) -> list[Tensor]:
-    """Split a matrix into the parts of each rank of an axis, or repeat it where the axis does not
-    cut it.
+    """Return the part of a matrix for each rank of an axis, in the order of ranks; the whole matrix
+    for each where the axis does not cut it.
     """
     if entry.dim is None:
         return [full] * len(entry.parts)
@@ -151,8 +156,9 @@ class Assembly:
     """
 
     def __init__(self, parameters: Sequence[Tensor], mesh: Mesh, cost: Callable[[int, int], float]):
-        """`parameters`: [rows, columns], or stacks of such; the same ones in the same order on all
-        ranks that share them. `cost(rows, columns)` of a matrix is the work that owners balance.
+        """Assign each matrix to an owner rank, so that the work is balanced. `parameters`: [rows,
+        columns], or stacks of such; the same ones in the same order on all ranks that share them.
+        `cost(rows, columns)`: the work of one matrix. Sends nothing.
         """
         ways = [_layout(p, mesh) for p in parameters]
         owners = _owners(ways, mesh, cost)
@@ -208,7 +214,9 @@ class Assembly:
 
 
 def _part_shapes(shape: Shape, dim: int | None, ranks: int) -> list[Shape]:
-    """Return the shape on each rank of a tensor cut along dim; the last may have less."""
+    """Return the shape on each rank of a tensor cut along dim, in the order of ranks; the last may
+    have less. `dim` None: the whole shape on each.
+    """
     if dim is None:
         return [shape] * ranks
     most = -(-shape[dim] // ranks)
@@ -240,7 +248,7 @@ def _owners(
 ) -> list[list[tuple[int, ...]]]:
     """Assign an owner to each matrix of each parameter, greedily: fewest holders first, then
     costliest, to the least loaded rank that holds a part. Returns, per parameter and matrix, the
-    owner's rank on each inner axis.
+    owner's rank on each inner axis. All ranks of a stage compute the same.
     """
     # how far apart neighbours on an axis are among the ranks of a stage: fsdp = edp x ep, x tp
     tp, ep = mesh.tp.size, mesh.ep.size

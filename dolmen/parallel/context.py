@@ -54,20 +54,25 @@ class ContextParallel:
 
     @property
     def backend(self) -> AttentionBackend:
-        """The attention backend named by `kernel`."""
+        """The attention backend that `kernel` names, an entry of BACKENDS."""
         return ops.BACKENDS[self.kernel]
 
     def chunks(self, rank: int) -> tuple[int, int]:
-        """Return the two chunks, of 2 x size, that a rank holds, in their order."""
+        """Return the indices of the two chunks, of 2 x size that a sequence is cut into, that a
+        rank holds, in their order: r and 2 size - 1 - r (zigzag).
+        """
         return rank, 2 * self.axis.size - 1 - rank
 
     def indices(self, length: int, device: torch.device) -> Int64[Tensor, " here"]:
-        """Return the sequence indices of this rank's length / size tokens."""
+        """Return the indices, in a sequence of `length` tokens, of this rank's length / size
+        tokens, in the order in which it holds them.
+        """
         return self.split(torch.arange(length, device=device), 0)
 
     def split(self, x: Shaped[Tensor, "*whole"], dim: int) -> Shaped[Tensor, "*here"]:
-        """Select this rank's tokens along `dim` of a tensor that all ranks hold whole (tokens,
-        labels, starts); no autograd. Raises ValueError where 2 x size does not divide the dim.
+        """Return this rank's tokens, the two zigzag chunks, along `dim` of a tensor that all ranks
+        hold whole (tokens, labels, starts); no autograd. x itself on an axis of size 1. Raises
+        ValueError where 2 x size does not divide the dim.
         """
         if self.axis.size == 1:
             return x
@@ -82,8 +87,8 @@ class ContextParallel:
         )
 
     def documents(self, full: Documents) -> Documents:
-        """Select this rank's tokens of `full`, and build the runs that flash and cudnn kernels
-        need, one per chunk.
+        """Return the documents `full` of whole sequences for this rank's tokens, with the runs that
+        flash and cudnn kernels need, one per chunk; without runs for the kernel `blocks`.
         """
         here = full.map_tensors(lambda t: self.split(t, 1))
         if self.kernel == "blocks":
@@ -95,7 +100,8 @@ class ContextParallel:
         return replace(here, runs=tuple(runs))
 
     def attention(self, q: Queries, k: Keys, v: Values, attend: Attend) -> Attended:
-        """Attention of this rank's queries to the keys of all ranks: see ops/attention/spec.py.
+        """Return the attention of this rank's queries to the keys of all ranks, with autograd:
+        softmax(scores) v as ops/attention/spec.py defines it. Collective over the axis.
 
         q, k, v are of length / size tokens, S(1, zigzag), and so is the result. `attend` is of this
         rank's heads and documents. With dropout keys and values are gathered, whatever `kind` is.
@@ -127,8 +133,8 @@ class ContextParallel:
         Float[Tensor, "batch length kv_heads size"],
         Float[Tensor, "batch length kv_heads value_size"],
     ]:
-        """All-gather keys and values, S(1, zigzag) -> R in the order of the sequence; one
-        collective, with autograd.
+        """Return the keys and values of all ranks, in the order of the sequence (S(1, zigzag) ->
+        R): one all-gather, with autograd. k and v themselves on an axis of size 1.
         """
         if self.axis.size == 1:
             return k, v
@@ -137,7 +143,7 @@ class ContextParallel:
         return self._reorder(k), self._reorder(v)
 
     def _reorder(self, x: Tensor) -> Tensor:
-        """Reorder dim 1 of what was gathered, by rank, to the order of the sequence."""
+        """Return x, gathered rank by rank along dim 1, with dim 1 in the order of the sequence."""
         first, second = x.unflatten(1, (self.axis.size, 2, -1)).unbind(2)
         return torch.cat((first, second.flip(1)), 1).flatten(1, 2)
 
@@ -163,8 +169,8 @@ def merge(
     more: Float[Tensor, "*tokens size"],
     more_log_sum: Float[Tensor, "*tokens"],
 ) -> tuple[Float[Tensor, "*tokens size"], Float[Tensor, "*tokens"]]:
-    """Merge attention over two disjoint sets of keys, each given by its output and log-sum-exp; the
-    first log_sum must be finite. Returns the joint output and log-sum-exp.
+    """Return the output and log-sum-exp of attention over two disjoint sets of keys together, each
+    given by its output and log-sum-exp; the first log_sum must be finite.
     """
     total = torch.logaddexp(log_sum, more_log_sum)
     first, second = (log_sum - total).exp(), (more_log_sum - total).exp()
@@ -172,12 +178,12 @@ def merge(
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """Concatenate keys and values into one flat message."""
+    """Return keys and values as one flat tensor, to be sent as one message."""
     return torch.cat((k.flatten(), v.flatten()))
 
 
 def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return views of a message that `_pack` made, shaped like k and v."""
+    """Return the keys and values in a message of `_pack` as views, shaped like k and v."""
     keys, values = kv.split((k.numel(), v.numel()))
     return keys.view(k.shape), values.view(v.shape)
 
@@ -302,15 +308,15 @@ def _ring(
     context: ContextParallel,
     attend: Attend,
 ) -> Tensor:
-    """Run ring attention; under torch.compile the graph breaks here, as point-to-point messages do
-    not trace.
+    """Return the output of ring attention of this rank's q, k and v, with autograd; under
+    torch.compile the graph breaks here, as point-to-point messages do not trace.
     """
     apply = _untraced if torch.compiler.is_compiling() else _apply
     return apply(q, k, v, sinks, context, attend)
 
 
 def _apply(*arguments: Any) -> Tensor:
-    """Call `_Ring.apply`: a function, as `disable_compile` cannot wrap a method."""
+    """Return `_Ring.apply(*arguments)`: a function, as `disable_compile` cannot wrap a method."""
     return _Ring.apply(*arguments)
 
 

@@ -63,12 +63,13 @@ def shard_model(
     partial: Container[str] = (),
     wide_gradients: bool = False,
 ) -> None:
-    """Split model over fsdp (dp x cp) as ZeRO stage `zero`, each of `parts` (inner ones first) a
-    unit of communication, the rest one more; in place. `partial` names the parameters whose
-    gradient on tp is a partial sum.
+    """Split the parameters of `model` over fsdp (dp x cp) as ZeRO stage `zero`, in place, by FSDP's
+    hooks: each of `parts` (inner ones first) is a unit of communication, the rest one more.
+    `partial` names the parameters whose gradient on tp is a partial sum, to be summed over tp too.
 
     Parameters stay in their own dtype (fp32 masters); units compute in `compute`, on plain tensors;
-    gradients are reduced in fp32 (or wider). No-op on a mesh of no grid.
+    gradients are reduced in fp32 (or wider). `wide_gradients`: gathered copies take gradients in
+    that dtype too, where functions give them so. Does nothing for a mesh without process groups.
     """
     if mesh.grid is None or mesh.expert_grid is None:
         return
@@ -118,12 +119,13 @@ class _InOrder(sharding.ReduceScatter):
     """
 
     def __init__(self, axis: Axis):
+        """Reduce over `axis`."""
         self.axis = axis
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Allocate a communication buffer for FSDP."""
+        """Return an uninitialised communication buffer for FSDP."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -149,6 +151,7 @@ class _Alone(sharding.ReduceScatter):
     """
 
     def __init__(self) -> None:
+        """Start without a buffer."""
         self.filled: Tensor | None = None
 
     def allocate(
@@ -169,7 +172,7 @@ class _Alone(sharding.ReduceScatter):
         op: object,
         async_op: bool = False,
     ) -> None:
-        """Never called: FSDP skips it on one rank."""
+        """Never called, as FSDP skips the reduce-scatter on one rank: raises AssertionError."""
         raise AssertionError
 
 
@@ -180,7 +183,7 @@ def _even_placement(axis: Axis) -> Callable[[nn.Parameter], state.Shard]:
     """
 
     def place(p: nn.Parameter) -> state.Shard:
-        """Return the shard placement of one parameter."""
+        """Return the placement that shards one parameter."""
         return state.Shard(
             next(
                 (
@@ -213,14 +216,14 @@ def prefetch(blocks: Sequence[Sequence[nn.Module]]) -> None:
 
 
 def units(model: nn.Module) -> list[FSDPModule]:
-    """The modules that `shard_model` made units of communication."""
+    """Return the modules that `shard_model` made units of communication."""
     return [m for m in model.modules() if isinstance(m, FSDPModule)]
 
 
 @contextmanager
 def inference(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; afterwards the mode is as before and sharded parameters
-    are at rest again.
+    """Context manager: the model is in evaluation mode and gradients are disabled inside;
+    afterwards its mode is as before and sharded parameters are at rest again.
 
     Not torch.inference_mode: ZeRO keeps its gathered parameters for the next step, which must be
     able to train on them.
@@ -249,6 +252,9 @@ class Reduction:
     """
 
     def __init__(self, model: nn.Module, zero: int, split_backward: bool):
+        """Set FSDP's switches for a new step of `model` under ZeRO stage `zero`. `split_backward`:
+        the schedule computes weight gradients by themselves. Does nothing for a model without FSDP.
+        """
         # FSDP acts from hooks of backward. Two switches of each unit say what its hook does when
         # the gradients of the unit are there: send them, or keep them whole and add the next; free
         # what was gathered, or keep it for the next microbatch. The stages of ZeRO differ in when
@@ -262,16 +268,17 @@ class Reduction:
 
     def _cross(self, modules: Iterable[FSDPModule], now: bool) -> None:
         """Set whether each of `modules`, not its submodules, reduces its gradients and frees its
-        gathered parameters in backward.
+        gathered parameters at the end of its backward.
         """
         for unit in modules:
             unit.set_requires_gradient_sync(now, recurse=False)
             unit.set_reshard_after_backward(now, recurse=False)
 
     def prepare_backward(self, chunk: Iterable[nn.Module], last_of_chunk: bool, last: bool) -> None:
-        """Set which units reduce in the coming backward; call before each one that computes weight
-        gradients. `chunk`: the modules it goes through. `last_of_chunk`: no later backward of this
-        step goes through them; `last`: none follows in this step at all.
+        """Set which FSDP units reduce their gradients in the coming backward; call before each
+        backward that computes weight gradients. `chunk`: the modules it goes through.
+        `last_of_chunk`: no later backward of this step goes through them; `last`: none follows in
+        this step at all.
         """
         if self.root is None:
             return
@@ -286,7 +293,7 @@ class Reduction:
 
     def end_backward(self, micro: int, last: bool) -> None:
         """Called after each action that computes gradients, of microbatch `micro`; `last` of the
-        step. Nothing here: autograd and FSDP have accumulated them (ExactReduction takes them).
+        step. Does nothing: autograd and FSDP have accumulated them. For ExactReduction to override.
         """
 
     def accumulate_weight_gradients(self, last: bool) -> None:
@@ -309,8 +316,9 @@ class Reduction:
 
 
 def sum_over(p: nn.Parameter, axis: Axis) -> None:
-    """Sum p's gradient over the ranks of `axis`, in place. For a parameter stored on several of
-    them (tied embedding and head, partial sums on tp): all hold the same shard of it.
+    """Sum p's gradient over the ranks of `axis`, in place; collective. For a parameter stored on
+    several of them (tied embedding and head, partial sums on tp): all hold the same shard of it.
+    Asserts that there is a gradient.
     """
     assert p.grad is not None
     collectives.sum_(state.local_view(p.grad), axis)
@@ -331,9 +339,10 @@ def gradient_norm(
     twice: nn.Parameter | None = None,
     squares: Literal["pieces", "whole"] = Kernels().squares,
 ) -> Float64[Tensor, ""]:
-    """Euclidean norm of the model's global gradient, fp64, the same on every rank: each element is
-    counted once, however often it is replicated. `twice`: a parameter that two stages own (tied
-    embedding), counted half on each. `squares`: how they are added, see ops/kernels.py.
+    """Return the Euclidean norm of the model's global gradient, fp64, the same on every rank: each
+    element is counted once, however often it is replicated. `twice`: a parameter that two stages
+    own (tied embedding), counted half on each. `squares`: how they are added, see ops/kernels.py.
+    Collective over the world.
 
     On CPU, torch adds squares one by one in fp32 (30 M elements: 1.7e-3 off), so pieces are added
     in fp64. On a GPU its norm is a tree, and one call is a kernel for many tensors: the number of
@@ -357,9 +366,9 @@ def gradient_norm(
 
 
 def _piece_norms(gradient: Tensor) -> Float[Tensor, " pieces"]:
-    """Return the fp32 norm of each PIECE elements of a gradient. All full pieces are rows of one
-    matrix, so one call has all of them on all threads (33 M elements 13.6 ms, on two threads 6.6; a
-    call each 18.5).
+    """Return the fp32 norm of each PIECE consecutive elements of a gradient, and of those that are
+    left. All full pieces are rows of one matrix, so one call has all of them on all threads (33 M
+    elements 13.6 ms, on two threads 6.6; a call each 18.5).
     """
     flat = gradient.flatten()
     full = len(flat) // PIECE * PIECE

@@ -52,7 +52,9 @@ class LeafProduct:
 
     @staticmethod
     def from_cut(exact: Exact, cut: Literal["inputs", "outputs"] | None, tp: int) -> "LeafProduct":
-        """Return the products of a weight whose dim `cut` is split over `tp` ranks."""
+        """Return the products of a weight whose dim `cut` (None: neither) is split over `tp` ranks,
+        with the leaves of `exact` that fall to one rank.
+        """
         leaves = exact.tp // tp
         match cut:
             case "inputs":
@@ -64,21 +66,25 @@ class LeafProduct:
     def output(
         self, xs: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> list[Float[Tensor, "tokens out"]]:
-        """Return the output x W^T of each (x, weight), a partial sum where tp cuts inputs."""
+        """Return the output x W^T of each (x, weight), added in the fixed order of a tree over
+        leaves of the inputs; a partial sum where tp cuts inputs.
+        """
         return [self._multiply(x, w.t(), self.inputs) for x, w in zip(xs, weights, strict=True)]
 
     def input_gradient(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> list[Float[Tensor, "tokens in"]]:
-        """Return the input gradient g W of each (g, weight), a partial sum where tp cuts
-        outputs.
+        """Return the input gradient g W of each (g, weight), added in the fixed order of a tree
+        over leaves of the outputs; a partial sum where tp cuts outputs.
         """
         return [self.sum_of_input_gradients([g], [w]) for g, w in zip(grads, weights, strict=True)]
 
     def weight_gradient(
         self, grads: Sequence[Tensor], xs: Sequence[Tensor]
     ) -> list[Float[Tensor, "out in"]]:
-        """Return the weight gradient g^T x of each (g, x)."""
+        """Return the weight gradient g^T x of each (g, x), added in the fixed order of a tree over
+        leaves of tokens.
+        """
         return [
             invariant.weight_gradient(g.to(x.dtype), x, self.tokens)
             for g, x in zip(grads, xs, strict=True)
@@ -87,7 +93,9 @@ class LeafProduct:
     def sum_of_input_gradients(
         self, grads: Sequence[Float[Tensor, "tokens _"]], weights: Sequence[Float[Tensor, "_ in"]]
     ) -> Float[Tensor, "tokens in"]:
-        """Return the sum of g W over weights with one input: leaf by leaf, then over leaves."""
+        """Return the sum of g W over weights with one input: per leaf of the outputs first over the
+        weights, then in the fixed order of a tree over leaves.
+        """
         tree, total = Tree(self.outputs), None
         cut = [
             zip(g.to(w.dtype).chunk(self.outputs, 1), w.chunk(self.outputs), strict=True)
@@ -102,7 +110,9 @@ class LeafProduct:
         return total
 
     def _multiply(self, a: Tensor, b: Tensor, leaves: int) -> Tensor:
-        """Return a @ b, the dim that is added over cut into leaves."""
+        """Return a @ b, the dim that is added over cut into `leaves` equal parts, whose products
+        are added in the fixed order of a tree.
+        """
         pairs = zip(a.chunk(leaves, 1), b.chunk(leaves), strict=True)
         return invariant.sum_of_products(pairs, leaves)
 
@@ -124,8 +134,9 @@ class ExactReduction(Reduction):
         partial: Container[str],
         tied: list[Tensor],
     ):
-        """Start a step. `tied`: weights by which a tied head has multiplied; those whose gradient
-        is taken are removed.
+        """Start a step of `micros` microbatches. `partial`: names of the parameters whose gradient
+        is a partial sum on tp. `tied`: weights by which a tied head has multiplied; `end_backward`
+        removes those whose gradient it has taken.
         """
         super().__init__(model, zero, split_backward=True)
         if zero == 3 and not split_backward:
@@ -137,14 +148,15 @@ class ExactReduction(Reduction):
         self.totals: dict[str, Tensor] = {}
 
     def prepare_backward(self, chunk: Iterable[nn.Module], last_of_chunk: bool, last: bool) -> None:
-        """Nothing: no gradient crosses fsdp in a backward."""
+        """Do nothing: no gradient is sent over fsdp in a backward."""
 
     def accumulate_weight_gradients(self, last: bool) -> None:
-        """Nothing: `end_backward` takes all gradients, those of weights too."""
+        """Do nothing: `end_backward` takes all gradients, those of weights too."""
 
     def end_backward(self, micro: int, last: bool) -> None:
         """Take the gradients that a backward of microbatch `micro` has left, sum partial ones over
-        tp, and add them to their trees; with the `last` of the step, reduce the totals over fsdp.
+        tp, and add each to its parameter's tree over microbatches; after the `last` of the step,
+        set the totals as gradients and reduce them over fsdp.
         """
         done = [("head.weight", weight) for weight in self.tied if weight.grad is not None]
         self.tied[:] = [weight for weight in self.tied if weight.grad is None]
@@ -191,7 +203,8 @@ class ExactReduction(Reduction):
 def gradient_norm(
     parameters: Iterable[nn.Parameter], mesh: Mesh, exact: Exact
 ) -> Float64[Tensor, ""]:
-    """Return the Euclidean norm of the model's global gradient, fp64, whose bits no layout changes.
+    """Return the Euclidean norm of the model's global gradient, fp64, the same on every rank, with
+    bits that no layout changes. Collective over the world.
 
     Leaves are sums of squares over a row, or over 1 / tp of a row's columns, of which every rank
     has whole ones: ZeRO cuts between rows, tp between leaves.
@@ -207,16 +220,19 @@ def gradient_norm(
 
 
 def _squares(gradient: Tensor, columns: int) -> Float64[Tensor, " leaves"]:
-    """Return the sum of squares of each `columns` elements of a row of the gradient, in fp64."""
+    """Return the sum of squares of each `columns` consecutive elements of a row of the gradient,
+    added in its dtype, as fp64.
+    """
     # not -1 for the rows: a rank's shard may have none
     leaves = gradient.reshape(gradient.numel() // columns, columns)
     return leaves.square().sum(-1).double()
 
 
 def exact_sum(x: Float64[Tensor, " n"], mesh: Mesh) -> Float64[Tensor, ""]:
-    """Return the sum of x of all ranks, x at least 0, whose bits depend on no order and no
-    distribution: each is rounded to 2 BITS bits below the largest, in two integers, and sums of
-    2^(53 - BITS) integers of BITS bits are exact. Infinite or not a number if one of x is.
+    """Return the sum of x, whose elements are at least 0, over all elements and all ranks, with
+    bits that depend on no order and no distribution: each is rounded to 2 BITS bits below the
+    largest, in two integers, and sums of 2^(53 - BITS) integers of BITS bits are exact. Infinite or
+    not a number if one of x is. Collective over the world.
     """
     largest = collectives.reduce_scalar(x.amax(), mesh.world, "max")
     # a power of two above the largest; 1 for zeros and for what is not finite
@@ -234,5 +250,5 @@ GRID = 2.0**26
 
 
 def round_losses(losses: Float[Tensor, " tokens"]) -> Float64[Tensor, " tokens"]:
-    """Return losses in fp64 on a grid of 2^-26, on which additions are exact."""
+    """Return losses in fp64, rounded to multiples of 2^-26, so that their additions are exact."""
     return (losses.double() * GRID).round() / GRID

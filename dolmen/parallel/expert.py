@@ -88,7 +88,10 @@ def _ends(counts: Tensor) -> Tensor:
 
 
 def combine(rows: Float[Tensor, "m H"], trip: Trip, axis: Axis) -> Float[Tensor, "n H"]:
-    """Send each row back to the rank and position it came from: the inverse of `dispatch`."""
+    """Send each row back to the rank and position it came from, with autograd: the inverse of
+    `dispatch`, which returned `trip`. Rows are sorted by expert before, and have their earlier
+    order after. Collective over the axis.
+    """
     if trip.sorting is None:
         return rows
     order, back = trip.sorting
@@ -108,7 +111,7 @@ class _Rounded(TypedFunction):
         counts: Sequence[int],
         product: Product,
     ) -> Tensor:
-        """Return x W^T of each expert's rows, concatenated."""
+        """Return x W^T of each expert's rows and weight, concatenated."""
         ctx.kept = counts, product
         wants_dx, wants_dw, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if wants_dw else None, weight if wants_dx else None)
@@ -135,7 +138,8 @@ def rounded_linear(
     counts: Sequence[int],
     product: Product,
 ) -> Float[Tensor, "m out"]:
-    """Multiply each expert's rows by its weight, by an 8-bit `product`: moe.grouped_linear where
-    factors are rounded, or weights stored in 8 bits. `counts`: rows of each expert, in order.
+    """Return each expert's rows of x times its weight transposed, by an 8-bit `product`, with
+    autograd: moe.grouped_linear where factors are rounded, or weights stored in 8 bits. `counts`:
+    rows of each expert, in order.
     """
     return _Rounded.apply(x, weight, counts, product)

@@ -66,7 +66,7 @@ class PrepackedProduct(Protocol):
     def __call__(
         self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
     ) -> Float[Tensor, "tokens out"]:
-        """Return x W^T + b, without autograd."""
+        """Return x W^T + b (b may be None), without autograd."""
         ...
 
 
@@ -76,17 +76,18 @@ class OneDnn:
     """
 
     def __init__(self, weight: Float[Tensor, "out in"]):
+        """Keep a packed copy of `weight`."""
         self.weight = compute.prepack_weight(weight.detach(), ROWS)
 
     def __call__(
         self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
     ) -> Float[Tensor, "tokens out"]:
-        """Return x W^T + b."""
+        """Return x W^T + b in fp32, without autograd."""
         return compute.prepacked_linear(x, self.weight, bias)
 
 
 def _add_bias(y: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return y + b in `dtype`; overwrites y."""
+    """Return y + b (y if b is None) in `dtype`; overwrites y."""
     return (y if bias is None else y.add_(bias)).to(dtype)
 
 
@@ -96,6 +97,7 @@ class IntegerLinear:
     """
 
     def __init__(self, weight: Float[Tensor, "out in"]):
+        """Keep `weight` rounded to int8 with a scale of each row, and packed."""
         payload, self.scale = int8.quantise(weight)
         self.weight = compute.prepack_integers(payload)
         self.zeros = torch.zeros(len(weight), dtype=torch.int32)
@@ -103,7 +105,9 @@ class IntegerLinear:
     def __call__(
         self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
     ) -> Float[Tensor, "tokens out"]:
-        """Return x W^T + b in x's dtype, computed in integers and then fp32."""
+        """Return x W^T + b in x's dtype: the product in integers, then scales and bias in fp32.
+        Each token of x is rounded to u8.
+        """
         scale = int8.token_scales(x)
         full = int8.quantise_tokens(x, scale)
         y = compute.multiply_integers(full, self.weight, self.scale, self.zeros, int8.ZERO_POINT)
@@ -118,7 +122,9 @@ class SplitIntegerLinear:
     """
 
     def __init__(self, weight: Float[Tensor, "out in"], axis: Axis):
-        """Quantise by the scales of whole rows. Collective over `axis`, which cuts the inputs."""
+        """Keep this rank's part of the weight rounded to int8 by the scales of whole rows, and
+        packed in blocks of inputs. Collective over `axis`, which cuts the inputs.
+        """
         wide = torch.promote_types(weight.dtype, torch.float32)
         amax = weight.detach().abs().amax(-1).to(wide)
         payload, self.scale = int8.quantise(weight, _max_over(amax, axis))
@@ -132,16 +138,16 @@ class SplitIntegerLinear:
         self.zeros = torch.zeros(len(weight), dtype=torch.int32)
 
     def token_scales(self, x: Float[Tensor, "tokens in"]) -> Float[Tensor, "tokens 1"]:
-        """Return the scales of whole tokens, of which x has this rank's part: infinite where a rank
-        has NaN. Collective.
+        """Return the scale of each whole token, of which x has this rank's part: infinite where a
+        rank has NaN. Collective over the axis.
         """
         return _max_over(int8.token_scales(x), self.axis)
 
     def sums(
         self, x: Float[Tensor, "tokens in"], scale: Float[Tensor, "tokens 1"]
     ) -> Shaped[Tensor, "tokens out"]:
-        """Return this rank's partial sums: integers, in fp32 where it holds those of all ranks
-        together exactly, else in int32.
+        """Return this rank's part of the integer sums of the product, from x rounded to u8 by
+        `scale`: in fp32 where it holds the sums of all ranks together exactly, else in int32.
         """
         full = int8.quantise_tokens(x, scale)
         sums = [
@@ -155,21 +161,25 @@ class SplitIntegerLinear:
     def apply_scales(
         self, sums: Shaped[Tensor, "here out"], scale: Float[Tensor, "here 1"]
     ) -> Float[Tensor, "here out"]:
-        """Return sums of all ranks times the scales, in fp32, in the order of `IntegerLinear`."""
+        """Return sums of all ranks times the scale of each output and then of each token, in fp32:
+        what `IntegerLinear` computes of them.
+        """
         return (sums.float() * self.scale).mul_(scale)
 
     def __call__(
         self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
     ) -> Float[Tensor, "tokens out"]:
-        """Return this rank's partial sum of x W^T, plus b, in x's dtype. Collective."""
+        """Return this rank's partial sum of x W^T, plus b, in x's dtype. Collective over the axis,
+        as a token's scale is of all its ranks.
+        """
         scale = self.token_scales(x)
         y = self.apply_scales(self.sums(x, scale), scale)
         return _add_bias(y, bias, x.dtype)
 
 
 def _max_over(x: Tensor, axis: Axis) -> Tensor:
-    """Return the maximum over the ranks of an axis of x, which must not be negative; infinite where
-    one has NaN, which gloo's maximum loses unless the first rank has it.
+    """Return the elementwise maximum of x, which must not be negative, over the ranks of an axis;
+    infinite where one has NaN, which gloo's maximum loses unless the first rank has it. Collective.
     """
     return reduce_scalar(x.nan_to_num(nan=torch.inf, posinf=torch.inf), axis, "max")
 
@@ -178,6 +188,9 @@ class Int8Rows:
     """Product with a weight rounded to int8, one fp32 scale per output; x is rounded to bf16."""
 
     def __init__(self, weight: Float[Tensor, "out in"]):
+        """Keep `weight` rounded to int8 with a scale of each row, its rows padded to whole
+        pieces.
+        """
         payload, self.scale = int8.quantise(weight)
         # torch's operator reads whole pieces of a row, behind the end of one that is shorter
         self.padding = -weight.shape[1] % PIECE
@@ -188,17 +201,18 @@ class Int8Rows:
     def __call__(
         self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
     ) -> Float[Tensor, "tokens out"]:
-        """Return x W^T + b in x's dtype."""
+        """Return x W^T + b in x's dtype; x is rounded to bf16."""
         x_whole = F.pad(x.bfloat16(), (0, self.padding)) if self.padding else x.bfloat16()
         y = compute.int8_product(x_whole, self.weight, self.ones).float() * self.scale
         return _add_bias(y, bias, x.dtype)
 
 
 def prepack(weight: Tensor, kind: Weights, inputs: Axis = SINGLE.tp) -> PrepackedProduct | None:
-    """Prepack a weight for products on a CPU. int8: quantised, multiplied as integers where the
-    CPU can, else dequantised. fp32: oneDNN's layout, or None where it is no faster (a small
-    weight, another dtype, no oneDNN). None for what is not one matrix. `inputs`: the axis that
-    splits the weight's inputs (row-parallel); with int8 collective over it.
+    """Return the product with a prepacked copy of `weight` for a CPU. `kind` int8: quantised,
+    multiplied as integers where the CPU can, else dequantised. `kind` stated: fp32 in oneDNN's
+    layout, or None where that is no faster (a small weight, another dtype, no oneDNN). None for
+    what is not one matrix. `inputs`: the axis that splits the weight's inputs (row-parallel); with
+    int8 collective over it.
     """
     if weight.ndim != 2 or not _gains(weight.shape[0], weight.shape[1], weight.dtype, kind):
         return None
@@ -210,8 +224,8 @@ def prepack(weight: Tensor, kind: Weights, inputs: Axis = SINGLE.tp) -> Prepacke
 
 
 def _gains(outputs: int, inputs: int, dtype: torch.dtype, kind: Weights) -> bool:
-    """Return whether a prepacked product with a weight [outputs, inputs] is faster than F.linear's
-    (int8: always, as it is what the user requested).
+    """Return True if a prepacked product with a weight [outputs, inputs] is faster than F.linear's:
+    a large fp32 one where torch has oneDNN. Always for int8, as it is what the user requested.
     """
     large = outputs * inputs >= WORTH and min(outputs, inputs) >= ROWS
     return kind == "int8" or large and dtype == torch.float32 and compute.can_prepack()
@@ -228,20 +242,23 @@ class FusedPart:
     """Index of this weight among them."""
 
     def split(self, x: Float[Tensor, "tokens in"]) -> tuple[Float[Tensor, "tokens _"], ...]:
-        """Return the products of x with all the weights, without biases: views of one tensor."""
+        """Return the products of x with all the weights that are packed together, without biases:
+        views of one tensor, in the order in which they were packed.
+        """
         return self.product(x, None).split(self.sizes, 1)
 
     def __call__(
         self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
     ) -> Float[Tensor, "tokens out"]:
-        """Return x W^T + b of this weight alone."""
+        """Return x W^T + b of this weight alone; computes the products of all and uses one."""
         y = self.split(x)[self.index]
         return y if bias is None else y + bias
 
 
 def prepack_together(weights: Sequence[Tensor], kind: Weights) -> list[PrepackedProduct | None]:
-    """Prepack matrices [out_i, in] of one input as one, in the format `kind`. Each None if there is
-    no gain, which is known before anything is copied: see `prepack`.
+    """Return, per weight [out_i, in] of `weights`, which share an input, its part of one product
+    with all of them packed as one matrix, in the format `kind`. A list of None if there is no gain,
+    which is known before anything is copied: see `prepack`.
     """
     sizes = tuple(len(weight) for weight in weights)
     first = weights[0]
@@ -252,7 +269,9 @@ def prepack_together(weights: Sequence[Tensor], kind: Weights) -> list[Prepacked
 
 @cache
 def multiplies_integers() -> bool:
-    """Return True if torch multiplies u8 by s8 on this CPU, and exactly; warn if not."""
+    """Return True if torch multiplies u8 by s8 on this CPU, and exactly; else warn that --weights
+    int8 is slower, and return False. Cached.
+    """
     problem = "this torch has no product of u8 and s8"
     if compute.has_integer_product():
         if is_exact():
@@ -266,8 +285,8 @@ def multiplies_integers() -> bool:
 
 
 def is_exact() -> bool:
-    """Return True if products of the largest u8 and s8 are exact. Without VNNI, AVX2 adds pairs of
-    products in int16, where 2 * 255 * 127 saturates.
+    """Return True if this CPU's products of the largest u8 and s8 numbers are exact. Without VNNI,
+    AVX2 adds pairs of products in int16, where 2 * 255 * 127 saturates.
     """
     x, payload = torch.full((16, 64), 255, dtype=torch.uint8), torch.full((64, 64), 127)
     weight = compute.prepack_integers(payload.to(torch.int8))
@@ -290,8 +309,8 @@ class Pair(NamedTuple):
     """DoRA's factor of the outputs."""
 
     def cut(self, mine: Callable[[Tensor], Tensor]) -> "Pair":
-        """Return the pair for the output rows that `mine` selects: applied to B and to DoRA's gain;
-        A is kept whole.
+        """Return the pair for the output rows that `mine` selects: `mine` is applied to B and to
+        DoRA's gain; A is kept whole.
         """
         return Pair(self.down, mine(self.up), None if self.gain is None else mine(self.gain))
 
@@ -316,9 +335,9 @@ class AdapterAssignment:
 def segments(
     names: Sequence[str | None], counts: Sequence[int], device: torch.device
 ) -> list[Segment]:
-    """Group the tokens of concatenated sequences by adapter, in the order of their first use:
-    `names` and token `counts` of each sequence. Tokens without an adapter (None) are in no segment.
-    A segment that has all tokens has no indices.
+    """Return the tokens of concatenated sequences grouped by adapter, in the order of their first
+    use: `names` and token `counts` of each sequence. Tokens without an adapter (None) are in no
+    segment. A segment that has all tokens has no indices.
     """
     adapter_rows: dict[str, list[int]] = {}
     first = 0
@@ -340,14 +359,17 @@ class MultiLora(NamedTuple):
     turn: AdapterAssignment
 
     def cut(self, mine: Callable[[Tensor], Tensor]) -> "MultiLora":
-        """Return the adapters restricted to the output rows that `mine` selects."""
+        """Return all adapters restricted to the output rows that `mine` selects (see
+        `Pair.cut`).
+        """
         return MultiLora({name: pair.cut(mine) for name, pair in self.pairs.items()}, self.turn)
 
     def add_to(
         self, y: Float[Tensor, "tokens out"], x: Float[Tensor, "tokens in"]
     ) -> Float[Tensor, "tokens out"]:
-        """Return y = x W^T plus each token's adapter product, times DoRA's gain. y must not include
-        the bias, and may be overwritten: use the result.
+        """Return y = x W^T plus, for each token that has an adapter of this weight, the adapter's
+        product (x A^T) B^T, times DoRA's gain. y must not include the bias, and may be overwritten:
+        use the result.
         """
         for name, rows in self.turn.segments:
             pair = self.pairs.get(name)

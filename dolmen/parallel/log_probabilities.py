@@ -47,8 +47,8 @@ class _LogProbabilities(TypedFunction):
         call: LogitsCall,
         with_entropy: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Return log p[label] and, `with_entropy`, the entropy of each token, else None; both are 0
-        where the label is IGNORED.
+        """Return log p[label] of each token and, `with_entropy`, the entropy of its distribution,
+        else None; both are 0 where the label is IGNORED.
         """
         entered, wide = call.tp.gather_input(x), torch.promote_types(x.dtype, torch.float32)
         out = torch.empty(labels.shape, dtype=wide, device=x.device)
@@ -128,9 +128,10 @@ def log_probabilities(
     soft_cap: float | None = None,
     bias: Float[Tensor, " rows"] | None = None,
 ) -> Float[Tensor, " tokens"]:
-    """Return log softmax(x W^T + b)[label] of each token, fp32 (fp64 for fp64 input), I@tp; 0 for
-    a label that is IGNORED. Arguments are those of `linear_cross_entropy`, which is faster for a
-    sum.
+    """Return log softmax(x W^T + b)[label] of each token, with autograd, fp32 (fp64 for fp64
+    input), the same on every rank of tp; 0 for a label that is IGNORED (-100). `weight` and `bias`
+    are this rank's rows of the vocabulary. Arguments are those of `linear_cross_entropy`, which is
+    faster for a sum.
     """
     call = LogitsCall(vocab_size, tp, at_once, soft_cap)
     return _LogProbabilities.apply(x, weight, bias, labels, call, False)[0]
@@ -147,8 +148,8 @@ def log_probabilities_and_entropy(
     soft_cap: float | None = None,
     bias: Float[Tensor, " rows"] | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """Return `log_probabilities` and the entropy in nats of softmax(x W^T + b), both with
-    gradients, I@tp, and 0 where the label is IGNORED.
+    """Return `log_probabilities` and the entropy in nats of softmax(x W^T + b) of each token, both
+    with autograd, the same on every rank of tp, and 0 where the label is IGNORED (-100).
     """
     call = LogitsCall(vocab_size, tp, at_once, soft_cap)
     return _LogProbabilities.apply(x, weight, bias, labels, call, True)
@@ -167,8 +168,8 @@ def log_probabilities_and_argmax(
     product: PrepackedProduct | None = None,
 ) -> tuple[Float[Tensor, " tokens"], Int64[Tensor, " tokens"]]:
     """Return `log_probabilities`, without gradients, and the token with the largest logit (the
-    first of several equal ones, as torch.argmax), I@tp, from one pass over the logits. `product`
-    multiplies in place of `weight`, which may then be on meta.
+    first of several equal ones, as torch.argmax), the same on every rank of tp, from one pass over
+    the logits. `product` multiplies in place of `weight`, which may then be on meta.
     """
     call = LogitsCall(vocab_size, tp, at_once, soft_cap)
     entered, wide = tp.gather_input(x), torch.promote_types(x.dtype, torch.float32)

@@ -75,8 +75,8 @@ class StageMessage(NamedTuple):
 
 
 def message_in(schedule: Schedule, rank: int, action: Action) -> StageMessage | None:
-    """Return the message that an action of `rank` waits for; None if it is a W, or F of the first
-    or B and I of the last stage.
+    """Return the message that an action of `rank` waits for; None if it needs none: W, F of the
+    first stage, or B and I of the last stage.
     """
     stage = schedule.stage_of(rank, action.chunk)
     message = StageMessage(action.kind == "F", action.micro, stage)
@@ -85,8 +85,8 @@ def message_in(schedule: Schedule, rank: int, action: Action) -> StageMessage | 
 
 
 def message_out(schedule: Schedule, rank: int, action: Action) -> StageMessage | None:
-    """Return the message that an action of `rank` sends; None if it is a W, or F of the last or B
-    and I of the first stage.
+    """Return the message that an action of `rank` sends; None if it sends none: W, F of the last
+    stage, or B and I of the first stage.
     """
     stage, forward = schedule.stage_of(rank, action.chunk), action.kind == "F"
     to = stage + 1 if forward else stage - 1
@@ -131,6 +131,9 @@ class Channels:
     """
 
     def __init__(self, schedule: Schedule, mesh: Mesh, boundary: Callable[[], Tensor]):
+        """List the messages that this rank will receive in one step of `schedule`, per sender in
+        the order of sending; nothing is sent.
+        """
         self.schedule, self.mesh, self.boundary = schedule, mesh, boundary
         me = mesh.pp.rank
         self.coming = {
@@ -148,8 +151,8 @@ class Channels:
         }
 
     def send(self, message: StageMessage, tensor: Float[Tensor, "..."]) -> None:
-        """Start sending `tensor` to the rank of the stage that needs it, without waiting, or hand
-        it over directly where that is this rank. Nobody may write to it afterwards.
+        """Start sending `tensor` to the rank of the stage that needs it, without waiting, or keep
+        it for this rank's own `take` where that is this rank. Nobody may write to it afterwards.
         """
         me, peer = self.mesh.pp.rank, self.schedule.rank_of(message.stage)
         if peer == me:
@@ -222,8 +225,8 @@ def connect(schedule: Schedule, mesh: Mesh) -> None:
 
 
 def routes(schedule: Schedule) -> list[tuple[int, int]]:
-    """Return each (sender, receiver) pair of ranks that exchange messages in a step, in the order
-    in which `connect` connects them.
+    """Return each (sender, receiver) pair of different ranks of pp that exchange messages in a
+    step, in the order in which `connect` connects them.
     """
     lines = {
         (schedule.rank_of(stage), schedule.rank_of(stage + 1))
@@ -261,6 +264,9 @@ class _Step:
     """
 
     def __init__(self, schedule: Schedule, mesh: Mesh, work: StepWork):
+        """Prepare a step of `schedule` on this rank of `mesh`, with the callbacks and modules in
+        `work`.
+        """
         self.schedule, self.rank, self.work = schedule, mesh.pp.rank, work
         self.splits = schedule.splits_backward
         self.channels = Channels(schedule, mesh, work.boundary)
@@ -291,7 +297,7 @@ class _Step:
     def backward(self, action: Action, dy: Tensor | None) -> None:
         """Run B, the whole backward of a microbatch, from the gradient of y (None on the last
         stage); send dx to the stage before. The last backward of the step also makes FSDP reduce
-        the gradients. Schedules that split backward run I and W in its place.
+        the gradients. In a schedule that splits backward, B is I and then W.
         """
         if self.splits:
             # the products of this model leave their dW to us in every backward, in a whole one too
@@ -308,7 +314,9 @@ class _Step:
         self._reduction.end_backward(action.micro, last)
 
     def inputs(self, action: Action, dy: Tensor | None) -> None:
-        """Run I: compute and send dx, and keep the weight gradients deferred."""
+        """Run I: compute dx from dy (None on the last stage), send it to the stage before, and keep
+        the weight gradients of this microbatch deferred, for W.
+        """
         self._run_backward_graph(action, dy)
         # all that was left there is of this backward: whatever was before it has been taken
         assert self.work.later is not None, "the schedule splits backward, but its Work does not"
@@ -316,8 +324,8 @@ class _Step:
         self._reduction.end_backward(action.micro, last=False)
 
     def weights(self, action: Action) -> None:
-        """Run W: compute the weight gradients that I deferred, and reduce them over fsdp if they
-        are the last.
+        """Run W: compute the weight gradients that I deferred for this microbatch, and reduce all
+        gradients over fsdp if these are the last of the step.
         """
         self.left[action.chunk] -= 1
         for product in self.products.pop((action.micro, action.chunk)):
@@ -334,7 +342,7 @@ class _Step:
 
     def _run_backward_graph(self, action: Action, dy: Tensor | None) -> bool:
         """Run autograd from dy (None on the last stage: from the loss) to x, and send dx to the
-        stage before. Returns False where there was no graph, as all is frozen.
+        stage before. Returns False where there was no graph, as all is frozen; True else.
         """
         x, edge = self.graphs.pop((action.micro, action.chunk))
         if edge is not None:
@@ -347,8 +355,9 @@ class _Step:
 
 
 def execute(schedule: Schedule, mesh: Mesh, work: StepWork) -> None:
-    """Run this rank's list of actions, `schedule.actions[mesh.pp.rank]`. Collective: every rank of
-    pp calls it with the same schedule.
+    """Run this rank's list of actions of one step, `schedule.actions[mesh.pp.rank]`, with the
+    callbacks in `work`; return when all sent tensors have left. Collective: every rank of pp calls
+    it with the same schedule.
     """
     step, actions = _Step(schedule, mesh, work), schedule.actions[mesh.pp.rank]
     needs = [message_in(schedule, mesh.pp.rank, action) for action in actions]

@@ -29,7 +29,9 @@ class _OverWidth(TypedFunction):
     def forward(
         ctx: Context[Axis], q: Tensor, k: Tensor, of_q: Tensor, of_k: Tensor, eps: float, axis: Axis
     ) -> tuple[Tensor, Tensor]:
-        """Return the normalised q and k times their weights `of_q` and `of_k`."""
+        """Return q and k, each normalised over the heads of all tp ranks and times its weight,
+        `of_q` or `of_k`.
+        """
         wide = [_wide(x) for x in (q, k)]
         # one all-reduce of [2, batch, length] numbers serves queries and keys
         means = _means([x.square() for x in wide], axis)
@@ -41,7 +43,7 @@ class _OverWidth(TypedFunction):
 
     @staticmethod
     def backward(ctx: Context[Axis], *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k and both weights."""
+        """Return the gradients of q, k and both weights, and None for eps and axis."""
         q, k, of_q, of_k, *scales = ctx.saved_tensors
         normal = [_wide(x) * scale for x, scale in zip((q, k), scales, strict=True)]
         dnormal = [_wide(g * w) for g, w in zip(grads, (of_q, of_k), strict=True)]
@@ -66,7 +68,9 @@ def _wide(x: Tensor) -> Tensor:
 def _means(
     parts: Sequence[Float[Tensor, "batch length _ size"]], axis: Axis
 ) -> tuple[Float[Tensor, "batch length 1 1"], ...]:
-    """Return each tensor's mean per token over the heads of all ranks; one all-reduce for all."""
+    """Return, for each tensor of squares or products, its mean per token over the heads of all
+    ranks of the axis; one all-reduce for all tensors.
+    """
     sums = torch.stack([x.sum((2, 3), keepdim=True) for x in parts])
     # under grouped-query attention keys have fewer heads, so another width
     widths = [x.shape[2] * x.shape[3] * axis.size for x in parts]
@@ -83,10 +87,10 @@ def rms_norm_over_width(
     eps: float,
     axis: Axis,
 ) -> tuple[Float[Tensor, "batch length heads size"], Float[Tensor, "batch length kv_heads size"]]:
-    """Return q / rms(q) times its weight, and the same of k, the mean square taken over all heads
-    of all tp ranks: q and k are S(2)@tp, weights S(0)@tp, and no head is on two ranks. Statistics
-    are fp32 or wider; the cast to q's dtype comes before the product with the weight, as in
-    ops/norm.py.
+    """Return q / rms(q) times its weight `of_q`, and the same of k, with autograd: the mean square
+    of a token is taken over the heads of all tp ranks. q, k and the weights are this rank's heads,
+    and no head is on two ranks. Statistics are fp32 or wider; the cast to q's dtype comes before
+    the product with the weight, as in ops/norm.py. Collective over the axis.
     """
     weights = (of_q.view(q.shape[2:]), of_k.view(k.shape[2:]))
     return _OverWidth.apply(q, k, *weights, eps, axis)

@@ -75,8 +75,9 @@ BLOCK = fp8.BLOCKS[GRANULARITY]
 
 def gather_payloads(model: nn.Module, recipes: Mapping[str, Fp8]) -> list[str]:
     """Make FSDP all-gather 8-bit payloads and scales, not values, of each weight in `recipes` (by
-    parameter name) whose products share one payload and whose shards cut no block. `model` is
-    allocated and split by `data.shard_model`. Returns the names of the weights changed.
+    parameter name) whose products share one payload and whose shards cut no block; other weights
+    stay. `model` is allocated and split by `data.shard_model`. Returns the names of the weights
+    changed.
     """
     # FSDP has parameters as objects; recipes have them by name
     names = {p: name for name, p in model.named_parameters()}
@@ -90,7 +91,9 @@ def gather_payloads(model: nn.Module, recipes: Mapping[str, Fp8]) -> list[str]:
 
 
 def one_payload(recipe: Fp8) -> bool:
-    """Return True if all products of a weight use the same rounded payload."""
+    """Return True if the output and the input gradient are both computed in 8 bits and use the same
+    payload of the weight: scales of blocks of 128 x 128.
+    """
     rounds = recipe.rounds("output") and recipe.rounds("input-gradient")
     return rounds and recipe.granularity("weight") == GRANULARITY
 
@@ -111,8 +114,8 @@ def has_whole_blocks(record: sharding.Record) -> bool:
 
 
 def quantise_shard(shard: Tensor, module: nn.Module) -> tuple[Tensor, ...]:
-    """Return what one rank sends of its shard: (payloads [..., rows, in], scales [..., rows / 128,
-    in / 128]) while `module` trains, else its values in bf16 alone.
+    """Return the tensors that one rank sends of its shard: (payloads [..., rows, in], scales [...,
+    rows / 128, in / 128]) while `module` trains, else its values in bf16 alone.
     """
     values = shard.to(torch.bfloat16)
     if not module.training:
@@ -146,7 +149,7 @@ class ProductAxes(NamedTuple):
     outputs: tuple[Axis, ...] = ()
 
     def axes_of(self, dim: Dim) -> tuple[Axis, ...]:
-        """Return the axes that split `dim` among several ranks."""
+        """Return the axes of more than one rank that split `dim`."""
         axes = {"tokens": self.tokens, "inputs": self.inputs, "outputs": self.outputs}[dim]
         return tuple(axis for axis in axes if axis.size > 1)
 
@@ -161,13 +164,18 @@ class Delayed:
     """
 
     def __init__(self, recipe: Fp8, experts: int | None):
+        """Describe the state of one weight, or of a stack of `experts` weights (None: one);
+        `allocate` makes its tensors.
+        """
         self.recipe = recipe
         self.shape = (3,) if experts is None else (experts, 3)
         self.initialized = False
         """Whether there has been an update, so that there are scales."""
 
     def allocate(self, device: torch.device) -> None:
-        """Allocate the history, scales and running maxima on `device`, as before the first step."""
+        """Allocate the history, scales and running maxima on `device`, with their values before the
+        first step.
+        """
         self.history: Float[Tensor, "steps *experts 3"] = torch.zeros(
             self.recipe.config.amax_history, *self.shape, device=device
         )
@@ -180,7 +188,7 @@ class Delayed:
         """The largest of the step under way."""
 
     def forget(self) -> None:
-        """Reset to the state before the first step."""
+        """Reset the history and the scales to their values before the first step."""
         self.initialized = False
         self.history.zero_()
         self.scale.fill_(1)
@@ -188,8 +196,8 @@ class Delayed:
     def begin(
         self, history: Float[Tensor, "known *experts 3"], scale: Float[Tensor, "*experts 3"]
     ) -> None:
-        """Resume from a checkpoint's history, its latest steps if it is longer than this one, and
-        its scales.
+        """Resume from a checkpoint's `history`, aligned at its newest entry (the oldest are left
+        out where it is longer than this one), and its scales.
         """
         steps = min(len(history), len(self.history)) - 1  # the first entry: the step under way
         # histories are aligned at their newest entries: the lengths may differ
@@ -213,8 +221,8 @@ class Delayed:
         torch.maximum(place, torch.stack(list(amaxes)).view_as(place), out=place)
 
     def scales(self, operand: Operand, first: int, number: int) -> list[Tensor] | None:
-        """Return the scales that `number` experts from `first` on divide an operand by; None before
-        the first update.
+        """Return, for each of `number` experts from `first` on (a dense weight is one), the scale
+        that an operand is divided by; None before the first update.
         """
         if not self.initialized:
             return None
@@ -222,7 +230,9 @@ class Delayed:
 
     @staticmethod
     def _select_experts(values: Tensor, operand: Operand, first: int, number: int) -> Tensor:
-        """View of `values` [*experts, 3] for one operand and `number` experts from `first` on."""
+        """Return a view of `values` [*experts, 3] for one operand and `number` experts from `first`
+        on; the operand's scalar for a dense weight.
+        """
         mine = values[..., OPERANDS.index(operand)]
         return mine if mine.ndim == 0 else mine.narrow(0, first, number)
 
@@ -284,8 +294,8 @@ class Rounding:
     def build_product(
         self, axes: ProductAxes, kernel: Literal["rounded", "scaled_mm"], first: int
     ) -> "Fp8Product":
-        """Return the products whose scales are shared over `axes`, for the experts from index
-        `first` on.
+        """Return the products of this weight in 8 bits, with scales shared over `axes`, computed by
+        `kernel`, for the experts from index `first` on.
         """
         return Fp8Product(self, axes, kernel, first)
 
@@ -305,7 +315,7 @@ class Operands(NamedTuple):
         return all(n > 0 and n % 16 == 0 for p in self.payloads for n in p.shape)
 
     def values(self, dtype: torch.dtype) -> list[Float[Tensor, "_ _"]]:
-        """Dequantise the payloads, in fp32 or wider."""
+        """Return the dequantised payload of each expert, in `dtype` but fp32 or wider."""
         wide = torch.promote_types(dtype, torch.float32)
         return [
             fp8.dequantise(p, s, granularity=self.granularity, axis=self.along, dtype=wide)
@@ -365,9 +375,10 @@ class Fp8Product:
         return self._products(g, self.quantise(xs, "input", 0), grads[0].dtype)
 
     def quantise(self, parts: Sequence[Tensor], operand: Operand, along: int) -> Operands:
-        """Quantise one operand's matrices for a product that adds up over their dim `along`. Scales
-        come from the largest |x| over the ranks that share them, or from history (delayed scaling),
-        which also records this step's maxima.
+        """Return the payloads and scales of one operand's matrices, `parts`, for a product that
+        adds up over their dim `along`. Scales come from the largest |x| over the ranks that share
+        them (a collective), or with delayed scaling from earlier steps; this step's maxima are then
+        recorded.
         """
         recipe, delayed = self.rounding.recipe, self.rounding.delayed
         granularity, format = recipe.granularity(operand), recipe.format(operand)
@@ -450,7 +461,7 @@ class Int8Product:
     def weight_gradient(
         self, grads: Sequence[Tensor], xs: Sequence[Tensor]
     ) -> list[Float[Tensor, "out in"]]:
-        """Never called: a weight in 8 bits is frozen."""
+        """Never called, as a weight in 8 bits is frozen: raises AssertionError."""
         raise AssertionError("a weight in eight bits is frozen")
 
     @property
@@ -464,8 +475,9 @@ Product = Fp8Product | Int8Product | LeafProduct
 
 
 def _scaled_mm_products(left: Operands, right: Operands, dtype: torch.dtype) -> list[Tensor]:
-    """Compute `_products` by F.scaled_mm on the payloads. The kernel contracts the last dim of both
-    sides, so a side that adds up over dim 0 is transposed first.
+    """Return left right^T of each pair in `dtype`, both contracted over their dim `along`, by
+    F.scaled_mm on the payloads; the kernel contracts the last dim of both sides, so a side that
+    adds up over dim 0 is transposed first. For scales per tensor or per row.
     """
     kinds = {"tensor": ScalingType.TensorWise, "row": ScalingType.RowWise}
     kind = kinds[left.granularity]

@@ -63,13 +63,13 @@ class Schedule:
         return any(action.kind == "I" for actions in self.actions for action in actions)
 
     def stage_of(self, rank: int, chunk: int) -> int:
-        """Return the stage that is the `chunk`-th of `rank`."""
+        """Return the index of the stage that is the `chunk`-th of `rank`, by the placement."""
         return (
             self.stages - 1 - rank if self.placement == "v" and chunk else chunk * self.ranks + rank
         )
 
     def chunk_of(self, stage: int) -> int:
-        """Return which chunk of its rank a stage is."""
+        """Return the index, among the chunks of its rank, of a stage."""
         return stage // self.ranks
 
     def rank_of(self, stage: int) -> int:
@@ -82,9 +82,9 @@ class Schedule:
 
 
 def from_file(path: str) -> Schedule:
-    """Read a schedule from a .txt file, or a .yaml one (`actions:`, a list with one line of actions
-    per rank, and optionally `placement:`), without checking it. Raises ValueError for a file that
-    is missing or malformed.
+    """Return the schedule in a .txt file, or a .yaml one (`actions:`, a list with one line of
+    actions per rank, and optionally `placement:`), without checking that it can run. Raises
+    ValueError for a file that is missing or malformed.
     """
     if not Path(path).is_file():
         raise ValueError(f"there is no schedule file {path}")
@@ -96,9 +96,9 @@ def from_file(path: str) -> Schedule:
 
 
 def parse_schedule(text: str, name: str) -> Schedule:
-    """Parse a schedule from text: one line of actions (`F0 F1 B0 B1`) per rank, `#` for comments,
-    and `placement: v` where stages go down the ranks and up again. `name` is the schedule's, and
-    the errors'. Raises ValueError.
+    """Return the schedule that a text describes, without checking that it can run: one line of
+    actions (`F0 F1 B0 B1`) per rank, `#` for comments, and `placement: v` where stages go down the
+    ranks and up again. `name` is the schedule's, and begins error messages. Raises ValueError.
     """
     placement, ranks = "loop", []
     for number, line in enumerate(text.splitlines(), 1):
@@ -138,7 +138,9 @@ def format_yaml(schedule: Schedule) -> str:
 
 
 def _parse_action(word: str, where: str) -> Action:
-    """Parse one action such as F3 or F3.1. Raises ValueError that starts with `where`."""
+    """Return the action that a word such as F3 or F3.1 stands for. Raises ValueError that starts
+    with `where`.
+    """
     # at most 9 digits: a file cannot demand lists of 10^30 entries
     match = re.fullmatch(r"([FBIW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", word)
     if not match:
@@ -151,8 +153,8 @@ def _parse_action(word: str, where: str) -> Action:
 
 
 def gpipe(ranks: int, micros: int, chunks: int = 1) -> Schedule:
-    """GPipe: all forwards, then all backwards, so every rank holds all microbatches at once. Raises
-    ValueError for several `chunks`.
+    """Return GPipe's schedule: all forwards, then all backwards, so every rank holds all
+    microbatches at once. Raises ValueError for several `chunks`.
     """
     _require_one_chunk("gpipe", chunks)
     actions = tuple(Action(kind, micro) for kind in "FB" for micro in range(micros))
@@ -160,8 +162,9 @@ def gpipe(ranks: int, micros: int, chunks: int = 1) -> Schedule:
 
 
 def one_f_one_b(ranks: int, micros: int, chunks: int = 1) -> Schedule:
-    """1F1B: ranks - r - 1 warm-up forwards on rank r, then one forward and one backward in turn, so
-    it holds at most ranks - r microbatches. Raises ValueError for several `chunks`.
+    """Return the 1F1B schedule: ranks - r - 1 warm-up forwards on rank r, then one forward and one
+    backward in turn, so it holds at most ranks - r microbatches. Raises ValueError for several
+    `chunks`.
     """
     _require_one_chunk("1f1b", chunks)
     return Schedule(
@@ -183,10 +186,10 @@ def one_f_one_b(ranks: int, micros: int, chunks: int = 1) -> Schedule:
 
 
 def interleaved_1f1b(ranks: int, micros: int, chunks: int = 2) -> Schedule:
-    """1F1B over `chunks` thin stages per rank: filling and draining take 1 / chunks of the time,
-    sends are `chunks` times as many. Units go in groups of `ranks` microbatches through chunk 0,
-    then chunk 1, ..., so `micros` must be a multiple of `ranks`. Raises ValueError where it is not,
-    and for one chunk.
+    """Return the interleaved schedule, 1F1B over `chunks` thin stages per rank: filling and
+    draining take 1 / chunks of the time, sends are `chunks` times as many. Units go in groups of
+    `ranks` microbatches through chunk 0, then chunk 1, ..., so `micros` must be a multiple of
+    `ranks`. Raises ValueError where it is not, and for one chunk.
     """
     if chunks < 2:
         raise ValueError(
@@ -222,10 +225,10 @@ def interleaved_1f1b(ranks: int, micros: int, chunks: int = 2) -> Schedule:
 
 
 def zero_bubble(ranks: int, micros: int, chunks: int = 1) -> Schedule:
-    """ZB-H1: 1F1B whose backward is split into I and W. Earlier stages get input
-    gradients a W sooner. Rank r runs its W r microbatches late, and fills its drain with the last
-    ones; every rank holds up to `ranks` microbatches, as rank 0 of 1F1B does. Raises ValueError
-    for several `chunks`.
+    """Return the ZB-H1 schedule: 1F1B whose backward is split into I (input gradients) and W
+    (weight gradients), so that earlier stages get input gradients a W sooner. Rank r runs its W r
+    microbatches late, and fills its drain with the last ones; every rank holds up to `ranks`
+    microbatches, as rank 0 of 1F1B does. Raises ValueError for several `chunks`.
     """
     _require_one_chunk("zero-bubble", chunks)
 
@@ -249,10 +252,10 @@ def zero_bubble(ranks: int, micros: int, chunks: int = 1) -> Schedule:
 
 
 def zero_bubble_v(ranks: int, micros: int, chunks: int = 2) -> Schedule:
-    """ZB-V: two chunks per rank, stages down the ranks and up again, so the loss is on rank 0, and
-    every rank waits equally long for its first backward. No bubble except the skewed start when F,
-    I and W take the same time; every rank holds at most `ranks` microbatches. Raises ValueError for
-    other `chunks`.
+    """Return the ZB-V schedule: two chunks per rank, stages down the ranks and up again, so the
+    loss is on rank 0, and every rank waits equally long for its first backward. No bubble except
+    the skewed start when F, I and W take the same time; every rank holds at most `ranks`
+    microbatches. Raises ValueError for other `chunks`.
     """
     if chunks != 2:
         raise ValueError(

@@ -16,9 +16,10 @@ from dolmen.parallel.schedule import SCHEDULES, Action, Schedule, from_file
 
 
 def make_schedule(name: str, ranks: int, micros: int, chunks: int = 1) -> Schedule:
-    """Build the schedule called `name`, or read and check the one in the file of that name, for
+    """Return the schedule called `name`, or read and check the one in the file of that name, for
     `micros` microbatches a step on `ranks` pipeline ranks of `chunks` virtual stages. Raises
-    ValueError for an unknown name, numbers below 1, or a file that is for other numbers.
+    ValueError for an unknown name, numbers below 1 or that the schedule does not allow, or a file
+    that is invalid or for other numbers.
     """
     for knob, value in (
         ("layout.pp", ranks),
@@ -42,13 +43,15 @@ def make_schedule(name: str, ranks: int, micros: int, chunks: int = 1) -> Schedu
 
 
 def read_schedule(path: str) -> Schedule:
-    """Read and check a schedule from a .txt or .yaml file. Raises ValueError."""
+    """Return the schedule in a .txt or .yaml file, checked to run without deadlock. Raises
+    ValueError.
+    """
     return check_schedule(_file(path))
 
 
 def _file(path: str) -> Schedule:
-    """Read a schedule file, unchecked. Raises ValueError that lists the known names for anything
-    else.
+    """Return the schedule in a .txt or .yaml file, unchecked. Raises ValueError for a malformed
+    file, and one that lists the known names for any other `path`.
     """
     if Path(path).suffix not in (".txt", ".yaml", ".yml"):
         raise ValueError(
@@ -70,7 +73,9 @@ class Cost(NamedTuple):
     send: float = 0
 
     def chunk_cost(self, chunks: int) -> "Cost":
-        """Return the cost of one of `chunks` equal chunks of a rank."""
+        """Return the times of one of `chunks` equal chunks of a rank: those of its actions divided
+        by `chunks`, that of a send unchanged.
+        """
         f, b, i, w, send = self
         return Cost(f / chunks, b / chunks, i / chunks, w / chunks, send)
 
@@ -91,19 +96,19 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Share of the span in which a rank idles, mean over ranks."""
+        """Share of the span in which a rank idles, mean over ranks, from 0 to 1."""
         return 1 - sum(self.busy) / len(self.busy) / self.span
 
     @property
     def ratio(self) -> float:
-        """The papers' number: idle time over working time."""
+        """The bubble as papers give it: idle time over working time, of all ranks together."""
         return self.span * len(self.busy) / sum(self.busy) - 1
 
 
 def closed_form(schedule: Schedule, cost: Cost = Cost()) -> float | None:
-    """Return a rank's idle time by its paper's formula where that is exact, else None: for a file,
-    where sends take time, for zero-bubble where W takes longer than F or I, for zero-bubble-v where
-    F, I and W differ or there are fewer than 2 pp microbatches.
+    """Return a rank's idle time by its paper's formula where that is exact, else None: for a
+    schedule from a file, where sends take time, for zero-bubble where W takes longer than F or I,
+    for zero-bubble-v where F, I and W differ or there are fewer than 2 pp microbatches.
     """
     # the bubble: the skew of pp - 1 ranks, paid once at the start and once at the end
     (f, b, i, w, send), hops = cost, schedule.ranks - 1
@@ -193,17 +198,17 @@ def _needs(schedule: Schedule, action: Action, stage: int) -> list[Result]:
 
 
 def simulate(schedule: Schedule, cost: Cost = Cost()) -> Simulation:
-    """Simulate a schedule whose stages all take the same time: `cost` is a rank's, of which a chunk
-    takes its share.
+    """Return the simulation of a schedule whose stages all take the same time: `cost` is a rank's,
+    of which a chunk takes its share. Raises ValueError where the schedule deadlocks.
     """
     return simulate_stages(schedule, (cost.chunk_cost(schedule.chunks),) * schedule.stages)
 
 
 def simulate_stages(schedule: Schedule, costs: Sequence[Cost]) -> Simulation:
-    """Simulate the lists under their true dependencies: F after F of the stage before; B or I after
-    F of its stage and B or I of the stage after; W after I. An action starts as soon as its rank is
-    free and what it waits for has arrived. `costs`: of each stage; `send` is the time of its
-    results' messages. Raises ValueError where the lists deadlock.
+    """Return the simulation of the lists under their true dependencies: F after F of the stage
+    before; B or I after F of its stage and B or I of the stage after; W after I. An action starts
+    as soon as its rank is free and what it waits for has arrived. `costs`: of each stage; `send` is
+    the time of its results' messages to another rank. Raises ValueError where the lists deadlock.
     """
     takes = [dict(zip("FBIW", cost, strict=False)) for cost in costs]
     rank_of = [schedule.rank_of(stage) for stage in range(schedule.stages)]

@@ -78,11 +78,14 @@ class _Columns(nn.Module):
     """Column-parallel nn.Linear: y_i = x W_i^T + b_i, this rank's outputs."""
 
     def __init__(self, linear: nn.Linear, tp: Axis):
+        """Take over the parameters of `linear`."""
         super().__init__()
         self.weight, self.bias, self.tp = linear.weight, linear.bias, tp
 
     def forward(self, x: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows here"]:
-        """Return this rank's outputs of x, which is whole on every rank."""
+        """Return this rank's outputs of x, which is whole on every rank of tp; in backward the
+        gradient of x is summed over tp.
+        """
         # copy: identity whose backward sums the gradients of x over tp
         return F.linear(collectives.copy(x, self.tp), self.weight, self.bias)
 
@@ -91,11 +94,14 @@ class _Rows(nn.Module):
     """Row-parallel nn.Linear: y = sum over ranks of x_i W_i^T, plus b once."""
 
     def __init__(self, linear: nn.Linear, tp: Axis):
+        """Take over the parameters of `linear`."""
         super().__init__()
         self.weight, self.bias, self.tp = linear.weight, linear.bias, tp
 
     def forward(self, x: Float[Tensor, "*rows here"]) -> Float[Tensor, "*rows outputs"]:
-        """Return all outputs, from this rank's inputs."""
+        """Return all outputs on every rank of tp, from this rank's inputs: the partial products
+        summed over tp.
+        """
         full = collectives.all_reduce_(F.linear(x, self.weight), self.tp)
         return full if self.bias is None else full + self.bias
 
@@ -106,6 +112,7 @@ class _Table(nn.Module):
     """
 
     def __init__(self, table: nn.Embedding, tp: Axis):
+        """Take over the parameter of `table`."""
         super().__init__()
         self.weight, self.rows, self.padding = table.weight, table.num_embeddings, table.padding_idx
         self.tp = TensorParallel(tp)
@@ -124,12 +131,15 @@ class _Logits(nn.Module):
     """Vocabulary-parallel nn.Linear: column-parallel, its outputs gathered on every rank."""
 
     def __init__(self, linear: nn.Linear, tp: Axis):
+        """Take over the parameters of `linear`."""
         super().__init__()
         self.weight, self.bias, self.tp = linear.weight, linear.bias, tp
         self.rows = linear.out_features
 
     def forward(self, x: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows vocabulary"]:
-        """Return the outputs of all ranks, [..., vocabulary]."""
+        """Return all outputs, [..., vocabulary], on every rank of tp, from x, which is whole on
+        each.
+        """
         here = F.linear(collectives.copy(x, self.tp), self.weight, self.bias)
         # rows need not divide: 10 over tp 4 are 3, 3, 3 and 1
         first, _ = vocabulary.vocabulary_range(self.rows, self.tp)
@@ -145,20 +155,21 @@ MADE: dict[tuple[Style, type[nn.Module]], Callable[[Any, Axis], nn.Module]] = {
 
 
 def _shard_tokens(part: nn.Module, tp: Axis) -> None:
-    """Add hooks to `part` so that each rank runs it on its own tokens (dim -2), and outputs are
-    gathered.
+    """Add hooks to `part` so that each rank of tp runs it on its own tokens (dim -2) of the first
+    argument, which is whole on each, and the output is gathered over all tokens. Does nothing for
+    one rank.
     """
     if tp.size == 1:
         return
 
     def slice_tokens(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Keep this rank's tokens of the first argument."""
+        """Return the arguments with the first cut to this rank's tokens."""
         # the copy's backward sums over tp what the slice gives to each rank
         x, *rest = args
         return collectives.local_part(collectives.copy(x, tp), -2, tp), *rest
 
     def gather_tokens(_: nn.Module, __: tuple[Any, ...], y: Tensor) -> Tensor:
-        """Gather the output over all tokens."""
+        """Return the output gathered over all tokens."""
         here = y.shape[-2]
         return _join_parts(y, -2, here * tp.rank, here * tp.size, tp)
 
@@ -167,9 +178,9 @@ def _shard_tokens(part: nn.Module, tp: Axis) -> None:
 
 
 def _join_parts(here: Tensor, dim: int, first: int, size: int, tp: Axis) -> Tensor:
-    """Join parts along `dim` (negative) that may differ in size, S(dim) -> I, with autograd: `here`
-    starts at index `first` of `size`. Each rank pads its part with zeros and all are summed, so its
-    gradient is the slice of its part.
+    """Return the parts of all ranks of tp joined along `dim` (negative), with autograd; parts may
+    differ in size: `here` starts at index `first` of `size`. Each rank pads its part with zeros and
+    all are summed, so its gradient is the slice of its part.
     """
     if tp.size == 1:
         return here

@@ -93,8 +93,8 @@ class Adapter(NamedTuple):
 
     def merge(self, weight: Float[Tensor, "*experts out in"]) -> Float[Tensor, "*experts out in"]:
         """Return one weight that computes what the weight and this adapter do together: W + scale B
-        A, its rows rescaled by `gain` for DoRA. Needs full rows: tp must not cut the inputs of
-        `weight`.
+        A, its rows rescaled by `gain` for DoRA; a new tensor. Needs full rows: tp must not cut the
+        inputs of `weight`.
         """
         gain = self.gain(weight)
         turned = weight + self.scale * (self.up @ self.down)
@@ -147,7 +147,8 @@ class Linear(NamedTuple):
 
     def merge(self, dtype: torch.dtype) -> Float[Tensor, "*experts out in"]:
         """Return one weight that computes what the weight and its adapter do together; `dtype` is
-        that of x, which an 8-bit weight is dequantised to.
+        that of x, which an 8-bit weight is dequantised to. Without an adapter the (dequantised)
+        weight itself.
         """
         weight = self.dequantised_weight(dtype)
         return weight if self.adapter is None else self.adapter.merge(weight)
@@ -194,9 +195,10 @@ class TensorParallel:
         return self.axis.size > 1
 
     def product(self, linear: Linear) -> Product | None:
-        """Return the product that replaces torch's for this weight: `LeafProduct` with exact
-        numerics, `Int8Product` for one stored in 8 bits, `Fp8Product` while training with rounded
-        factors (over the axes that split the weight), else None.
+        """Return the object that computes this weight's three products in place of torch's:
+        `LeafProduct` with exact numerics, `Int8Product` for a weight stored in 8 bits, `Fp8Product`
+        with rounded factors while gradients are enabled (its scales shared over the axes that split
+        the weight and the tokens), else None.
         """
         if self.exact is not None:
             return LeafProduct.from_cut(self.exact, linear.cut, self.axis.size)
@@ -218,9 +220,9 @@ class TensorParallel:
         return rounding.build_product(axes, self.fp8, self.first_expert)
 
     def enter(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "tokens hidden"]:
-        """Bring the residual stream into a block, with autograd: all-gather its tokens (S(0) -> R)
-        under sequence parallelism, else a copy whose backward is an all-reduce (I -> R). `columns`
-        does this by itself.
+        """Return the residual stream x as a block's input, with autograd: its tokens all-gathered
+        over tp (S(0) -> R) under sequence parallelism, else x itself, whose gradient is all-reduced
+        in backward (I -> R). `columns` does this by itself.
         """
         return (
             collectives.all_gather(x, 0, self.axis)
@@ -233,10 +235,10 @@ class TensorParallel:
         return _gather_tokens(x, self.axis if self.gathers else None)
 
     def leave(self, y: Shaped[Tensor, "tokens hidden"]) -> Shaped[Tensor, "here hidden"]:
-        """Sum a block's partial outputs over tp, with autograd: all-reduce in y's memory (P -> I),
-        or reduce-scatter of tokens (P -> S(0)) under sequence parallelism. y must be a temporary
-        that nothing else reads. Raises ValueError where tp does not divide the tokens that it
-        scatters.
+        """Return the sum of a block's partial outputs over tp, with autograd: all tokens,
+        all-reduced in y's memory (P -> I), or this rank's tokens by a reduce-scatter (P -> S(0))
+        under sequence parallelism. y must be a temporary that nothing else reads. Raises ValueError
+        where tp does not divide the tokens that it scatters.
         """
         return (
             collectives.reduce_scatter(y, 0, self.axis)
@@ -354,7 +356,7 @@ class _Linear(TypedFunction):
 
 
 def _needed_gradients(ctx: Context[_Call]) -> tuple[bool, tuple[bool, ...], tuple[bool, ...]]:
-    """Return which gradients are needed: of x, of each weight, of each bias."""
+    """Return which gradients autograd asks a `_Linear` for: of x, of each weight, of each bias."""
     wants_dx, _, *wants_weights = ctx.needs_input_grad
     number = len(ctx.kept.products)
     return wants_dx, tuple(wants_weights[:number]), tuple(wants_weights[number:])
@@ -385,7 +387,9 @@ def _products(
 def _input_gradient(
     grads: Sequence[Tensor], weights: Sequence[Tensor], products: Sequence[Product | None]
 ) -> Tensor:
-    """Return the sum over i of g_i W_i, accumulated in place in the first product's memory."""
+    """Return the sum over i of g_i W_i, by each weight's product where it has one; accumulated in
+    place in the first product's memory.
+    """
     if isinstance(products[0], LeafProduct):
         return products[0].sum_of_input_gradients(grads, weights)
     dx: Tensor | None = None
@@ -402,14 +406,14 @@ def _input_gradient(
 
 
 def _sum_rows(g: Tensor) -> Tensor:
-    """Return the gradient of a bias: the sum of g over tokens."""
+    """Return the sum of g over tokens (dim 0): the gradient of a bias."""
     return g.sum(0)
 
 
 def _weight_gradients(call: _Call, grads: Sequence[Tensor], x: Tensor) -> Callable[[], None]:
-    """Return a function that computes the gradients of the deferred weights that are not frozen,
-    and adds them to the weights' .grad. It holds x as this rank has it, and gathers its tokens when
-    called.
+    """Return a function that computes the gradients of the call's deferred weights that are not
+    frozen, and adds them to the weights' .grad. It holds x as this rank has it, and gathers its
+    tokens over tp when called.
     """
     weights = [w for w in call.deferred if w.requires_grad]
     required = [
@@ -457,8 +461,9 @@ def weight_products(grads: Sequence[Tensor], x: Tensor, turned: bool) -> list[Te
 def _linear(
     x: Tensor, linears: Sequence[Linear], tp: TensorParallel, enters: bool
 ) -> tuple[Tensor, ...]:
-    """Return the products of x with `linears` and their adapters, x entered once for all. `enters`:
-    x comes from the residual stream. Breaks a compiled graph where factors are rounded.
+    """Return the products of x with `linears`, their adapters and biases included, x being gathered
+    over tp once for all. `enters`: x comes from the residual stream; else it is what a rank
+    multiplies. Breaks a compiled graph where factors are rounded to 8 bits.
     """
     if torch.compiler.is_compiling() and torch.is_grad_enabled():
         if any(linear.rounding is not None for linear in linears):
@@ -469,9 +474,9 @@ def _linear(
 def _multiply_linears(
     x: Tensor, linears: Sequence[Linear], tp: TensorParallel, enters: bool
 ) -> tuple[Tensor, ...]:
-    """Compute `_linear`: base and adapter-down products share one input, then each adapter's up
-    product is added and DoRA's gain applied. Prepacked and multi-LoRA weights take the inference
-    path.
+    """Return the products of x with `linears`: base and adapter-down products share one input, then
+    each adapter's up product is added and DoRA's gain applied. Prepacked and multi-LoRA weights
+    take the inference path. `enters`: x comes from the residual stream.
     """
     if any(linear.prepacked is not None or linear.several is not None for linear in linears):
         # inference: nothing is kept for a backward, so x enters by a bare all-gather
@@ -514,8 +519,9 @@ def _apply_gain(y: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _infer_linears(x: Tensor, linears: Sequence[Linear], tp: TensorParallel) -> tuple[Tensor, ...]:
-    """Return x W_i^T + b_i for inference, by prepacked weights where there are any, plus what each
-    token's adapter adds (multi-LoRA). x has entered. Weights packed as one are multiplied once.
+    """Return x W_i^T + b_i of each weight for inference, by prepacked weights where there are any,
+    plus what each token's adapter adds (multi-LoRA). x is what this rank multiplies, already
+    gathered over tp. Weights packed as one are multiplied once.
     """
     ys: list[Tensor] = []
     fused, parts = None, ()
@@ -554,8 +560,9 @@ def _multiply(
     tp: TensorParallel,
     enters: bool,
 ) -> tuple[Tensor, ...]:
-    """Return x W_i^T + b_i, by torch's own autograd where nothing is sent, deferred, transposed or
-    in 8 bits, else by `_Linear`. `how`: the 8-bit product of each weight, or None.
+    """Return x W_i^T + b_i, with autograd: by torch's own where nothing is sent, deferred,
+    transposed or in 8 bits, else by `_Linear`. `how`: the product that replaces torch's of each
+    weight, or None; `enters`: x comes from the residual stream.
     """
     enters = enters and tp.axis.size > 1
     defers = (
@@ -576,10 +583,11 @@ def _multiply(
 def columns(
     x: Float[Tensor, "here in"], linears: Sequence[Linear], tp: TensorParallel
 ) -> tuple[Float[Tensor, "tokens _"], ...]:
-    """Column-parallel products that share one input: [tokens, out_i / tp] for each of local weight
-    [out_i / tp, in].
+    """Return, for each of `linears`, which share the input x, its column-parallel output [tokens,
+    out_i / tp], from its local weight [out_i / tp, in], with autograd.
 
-    x is I@tp, `here` all tokens, or S(0)@tp under sequence parallelism; the outputs are S(1)@tp.
+    x is the residual stream: all tokens, the same on every rank of tp, or under sequence
+    parallelism this rank's, which are gathered. The outputs are of all tokens, S(1)@tp.
     """
     return _linear(x, linears, tp, enters=True)
 
@@ -587,9 +595,9 @@ def columns(
 def products(
     x: Float[Tensor, "tokens in"], linears: Sequence[Linear], tp: TensorParallel
 ) -> tuple[Float[Tensor, "tokens _"], ...]:
-    """Products that share one input and send nothing: [tokens, out_i] for each of weight [out_i,
-    in]. For column-parallel weights whose input has entered, or for weights that every rank stores
-    whole and applies to its own tokens.
+    """Return, for each of `linears`, which share the input x, its output [tokens, out_i], from its
+    weight [out_i, in]; nothing is sent. For column-parallel weights whose input is gathered
+    already, or for weights that every rank stores whole and applies to its own tokens.
     """
     return _linear(x, linears, tp, enters=False)
 
@@ -597,8 +605,9 @@ def products(
 def part_of_rows(
     x: Float[Tensor, "tokens _"], linear: Linear, tp: TensorParallel
 ) -> Float[Tensor, "tokens out"]:
-    """A row-parallel product before its reduction over tp: a partial sum [tokens, out], P@tp,
-    without the bias. x is [tokens, in / tp] and the weight [out, in / tp], both S(1)@tp.
+    """Return a row-parallel product before its sum over tp: this rank's partial sum [tokens, out],
+    without the bias. x is [tokens, in / tp] and the weight [out, in / tp], this rank's inputs of
+    both.
     """
     return products(x, [linear._replace(bias=None)], tp)[0]
 
@@ -606,8 +615,9 @@ def part_of_rows(
 def rows(
     xs: Sequence[Float[Tensor, "tokens _"]], linears: Sequence[Linear], tp: TensorParallel
 ) -> Float[Tensor, "here out"]:
-    """Return the sum of row-parallel products, reduced over tp once for all of them (`leave`), plus
-    their biases. Products of integers are reduced one by one, before their scales.
+    """Return the sum over the pairs (x, linear) of row-parallel products, reduced over tp once for
+    all of them (`TensorParallel.leave`: all tokens, or this rank's under sequence parallelism),
+    plus their biases. Products of integers are reduced one by one, before their scales.
     """
     pairs = list(zip(xs, linears, strict=True))
     if any(isinstance(linear.prepacked, SplitIntegerLinear) for linear in linears):
@@ -638,8 +648,8 @@ def _integer_rows(x: Tensor, linear: Linear, tp: TensorParallel) -> Tensor:
 def local_tokens(
     per_token: Shaped[Tensor, " tokens *rest"], tp: TensorParallel
 ) -> Shaped[Tensor, " here *rest"]:
-    """Select this rank's tokens of a per-token tensor, as the residual stream has them: all (I@tp),
-    or S(0)@tp under sequence parallelism.
+    """Return this rank's tokens of a tensor with a row per token, as the residual stream has them:
+    under sequence parallelism its equal part, else all.
     """
     return collectives.local_part(per_token, 0, tp.axis) if tp.gathers else per_token
 
@@ -647,9 +657,10 @@ def local_tokens(
 def gather_token_values(
     per_token: Float[Tensor, " here"], tp: TensorParallel
 ) -> Float[Tensor, " tokens"]:
-    """Gather the tokens that `local_tokens` selects, S(0)@tp -> I@tp, with autograd. Each rank pads
-    its own with zeros and all are summed, so each rank's gradient is its part of the sum's; an
-    all-gather as in `enter` (R) would add up every rank's gradient.
+    """Return one value per token of all tokens, on every rank of tp, from those that `local_tokens`
+    selects, with autograd; the input itself without sequence parallelism. Each rank pads its own
+    with zeros and all are summed, so each rank's gradient is its part of the sum's; an all-gather
+    as in `enter` (R) would add up every rank's gradient.
     """
     if not tp.gathers:
         return per_token

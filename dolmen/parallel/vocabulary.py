@@ -45,8 +45,8 @@ def _rows(vocab_size: int, axis: Axis) -> int:
 
 
 def vocabulary_range(vocab_size: int, axis: Axis) -> tuple[int, int]:
-    """(first row, number of rows) of this rank's part of the vocabulary; the last ranks may hold
-    fewer, or none.
+    """Return (first row, number of rows) of this rank's part of the vocabulary over `axis`; the
+    last ranks may hold fewer, or none.
     """
     rows = _rows(vocab_size, axis)
     first = min(axis.rank * rows, vocab_size)
@@ -59,9 +59,9 @@ def embed(
     vocab_size: int,
     tp: TensorParallel,
 ) -> Float[Tensor, "here hidden"]:
-    """Look up embeddings of `tokens` in the vocabulary-parallel weight S(0)@tp: each rank its own
-    rows, zero elsewhere, summed by `leave`. Returns all tokens, or this rank's (S(0)) under
-    sequence parallelism.
+    """Return the embeddings of `tokens`, of which `weight` has this rank's rows of the vocabulary,
+    with autograd: each rank looks up its own, zero elsewhere, and they are summed over tp
+    (`TensorParallel.leave`). All tokens, or this rank's (S(0)) under sequence parallelism.
     """
     look_up = (
         F.embedding if tp.exact is None else partial(invariant.embedding, leaf=tp.exact.tokens)
@@ -78,8 +78,8 @@ def embed(
 def gather_vocabulary(
     logits: Float[Tensor, "*tokens rows"], vocab_size: int, axis: Axis
 ) -> Float[Tensor, "*tokens {vocab_size}"]:
-    """All-gather logits over the vocabulary, S(-1)@tp -> the whole vocabulary on every rank. No
-    autograd: for reading and sampling.
+    """Return logits over the whole vocabulary on every rank of the axis, from this rank's rows of
+    it: an all-gather over the last dim. No autograd: for reading and sampling.
     """
     if axis.size == 1:
         return logits
@@ -122,8 +122,9 @@ def logits_and_slope(
     bias: Float[Tensor, " rows"] | None = None,
     product: PrepackedProduct | None = None,
 ) -> tuple[Float[Tensor, "n rows"], Float[Tensor, "n rows"] | None]:
-    """Return this rank's logits in the `wide` dtype, soft-capped if there is a cap, and the cap's
-    derivative at each (None without). `product`: a prepacked product with the weight.
+    """Return this rank's logits x W^T + b in the `wide` dtype, soft-capped if there is a cap, and
+    the cap's derivative at each (None without). `product`: a prepacked product with the weight,
+    used in its place.
     """
     logits = (F.linear(x, weight, bias) if product is None else product(x, bias)).to(wide)
     return (logits, None) if soft_cap is None else loss.soft_cap_with_slope(logits, soft_cap)
@@ -196,7 +197,9 @@ class _LinearCrossEntropy(TypedFunction):
 
     @staticmethod
     def backward(ctx: Context[TensorParallel], g: Tensor) -> tuple[Tensor | None, ...]:
-        """Scale the kept gradients by g; dx is reduced over tp meanwhile."""
+        """Return the gradients of x, weight and bias that forward has kept, times g; that of x is
+        reduced over tp meanwhile.
+        """
         dx, *gradients = ctx.saved_tensors
         if dx is not None:
             dx = dx * g.to(dx.dtype)
@@ -225,7 +228,9 @@ class _ExactLinearCrossEntropy(_LinearCrossEntropy):
         differentiate: bool,
         compile: bool,
     ) -> Tensor:
-        """Return the sum of losses in fp64; see the base class. Without bias and weights."""
+        """Return the sum of losses in fp64, and keep the gradients of x and weight for backward,
+        added in fixed orders; see the base class. Asserts that there are no bias and no weights.
+        """
         exact = call.tp.exact
         assert exact is not None and bias is None and weights is None, "checks/exact.py refuses it"
         entered, block = call.tp.gather_input(x), exact.block(call.vocab_size)
@@ -265,7 +270,9 @@ class _ExactLinearCrossEntropy(_LinearCrossEntropy):
 def zeros(
     weight: Float[Tensor, "rows hidden"], dtype: torch.dtype, tp: TensorParallel
 ) -> Float[Tensor, "rows hidden"]:
-    """Allocate the weight-gradient accumulator in the memory layout of `weight_products`."""
+    """Return zeros for the weight gradient to be added to, in the memory layout of
+    `weight_products`.
+    """
     # `weight_products` gives (x^T g)^T where x is the narrower factor: match its strides
     if not tp.turned or len(weight) <= weight.shape[1]:
         return torch.zeros_like(weight, dtype=dtype)
@@ -285,9 +292,10 @@ def _chunk(
     bias: Tensor | None,
     block: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the losses [n] of n tokens, times `weights`, and the gradient of their sum with
-    respect to this rank's logits [n, rows], in x's dtype (None unless `want_grad`). `block`: add
-    exponentials by a tree over so many rows each.
+    """Return the losses [n] of n tokens, times `weights` if given, and the gradient of their sum
+    with respect to this rank's logits [n, rows], in x's dtype (None unless `want_grad`). A token
+    whose label is IGNORED has loss and gradient 0. `block`: add exponentials in the fixed order of
+    a tree over so many rows each. Collective over `axis`.
     """
     product = None if block is None else lambda x, bias: invariant.product(x, weight.t())
     logits, slope = logits_and_slope(x, weight, wide, soft_cap, bias, product)
@@ -308,10 +316,10 @@ def combine_vocabulary(
     axis: Axis,
     block: int | None = None,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, "n rows"], Float[Tensor, " n"], Float[Tensor, " n"]]:
-    """Reduce this rank's logits, whose first vocabulary row is `first`, over tp. Returns, over the
-    whole vocabulary, the maximum m of each token, e^(logits - m) of this rank's rows (in the
-    logits' memory), the sum of the exponentials, and the label's logit minus m. `block`: add them
-    by a tree over so many rows each.
+    """Return, over the whole vocabulary, the maximum m of each token, e^(logits - m) of this rank's
+    rows (in the logits' memory), the sum of the exponentials, and the label's logit minus m, from
+    this rank's logits, whose first vocabulary row is `first`. Two all-reduces over `axis`. `block`:
+    add exponentials in the fixed order of a tree over so many rows each.
     """
     # Two all-reduces, not three: the exponentials need the maximum of all ranks, and then their sum
     # and the label's logit, which one rank has and the others give as 0, go together.
@@ -332,13 +340,15 @@ def _round(gradient: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _compiled_chunk():
-    """Return `_chunk` compiled; on first use, as inductor takes a second to import."""
+    """Return `_chunk` compiled, cached; call it on first use, as inductor takes a second to
+    import.
+    """
     return torch.compile(_chunk, dynamic=False)
 
 
 @cache
 def _compiled_rounded():
-    """Return `_round` compiled; on first use."""
+    """Return `_round` compiled, cached; call it on first use."""
     return torch.compile(_round, dynamic=False)
 
 
@@ -356,13 +366,13 @@ def linear_cross_entropy(
     bias: Float[Tensor, " rows"] | None = None,
 ) -> Float[Tensor, ""]:
     """Return the sum over tokens of -log softmax(x W^T + b)[label], times each token's weight if
-    there are `weights`: a scalar, fp32 (fp64 for fp64 input, and with exact numerics), I@tp.
-    `soft_cap` bounds the logits first.
+    there are `weights`, with autograd: a scalar, fp32 (fp64 for fp64 input, and with exact
+    numerics), the same on every rank of tp. `soft_cap` bounds the logits first.
 
-    x is I@tp, `here` all tokens, or S(0)@tp under sequence parallelism; weight and bias S(0)@tp,
-    the rows of this rank; labels and weights of all tokens, IGNORED where there is no loss. Divide
-    by the global sum of weights, 1 for each real token, before backward. `compile` fuses the passes
-    over one chunk's logits, of `at_once` elements.
+    x is all tokens, the same on every rank of tp, or this rank's under sequence parallelism; weight
+    and bias are this rank's rows of the vocabulary; labels and weights of all tokens, IGNORED
+    (-100) where there is no loss. Divide by the global sum of weights, 1 for each real token,
+    before backward. `compile` fuses the passes over one chunk's logits, of `at_once` elements.
     """
     call = LogitsCall(vocab_size, tp, at_once, soft_cap)
     function = _LinearCrossEntropy if tp.exact is None else _ExactLinearCrossEntropy

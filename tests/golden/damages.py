@@ -220,10 +220,10 @@ def attending(**wrong):
 
 def masks_of_the_rank(patch):
     """Dropout of the residual stream by the token's index on the rank."""
-    residual = elementwise.residual
+    residual = elementwise.dropout
     patch.setattr(
         elementwise,
-        "residual",
+        "dropout",
         lambda x, p, noise, site, rows: residual(x, p, noise, site, torch.arange(len(rows))),
     )
 

@@ -46,7 +46,7 @@ def alone(q, k, v, attend):
     """The last query [heads, size] of one text, whose pages are shuffled; asked by itself."""
     *pools, pages = laid([(k, v)])
     order = pages.back[:, 0].argsort(descending=True)[: -(-len(k) // SIZE)]
-    return decode.one_query(q[None], *pools, attend, decode.Alone(order, len(k)))[0]
+    return decode.attend_pages(q[None], *pools, attend, decode.Alone(order, len(k)))[0]
 
 
 def both(case, dtype, together=True, **changed):
@@ -58,7 +58,7 @@ def both(case, dtype, together=True, **changed):
     attend = attend._replace(**changed)
     if together:
         *pools, pages = laid(texts)
-        got = decode.one_query(last, *pools, attend, pages)
+        got = decode.attend_pages(last, *pools, attend, pages)
     else:
         each = zip(last, texts, strict=True)
         got = torch.stack([alone(own, *text, attend) for own, text in each])
@@ -110,7 +110,7 @@ def test_scores_that_differ_by_much_between_texts():
     q, k, v, _ = case.tensors(torch.float32, torch.device("cpu"))
     q[1] *= 1000
     k_pool, v_pool, pages = laid([(k[i], v[i]) for i in range(2)], strange=1e4)
-    got = decode.one_query(q[:, -1], k_pool, v_pool, case.attend, pages)
+    got = decode.attend_pages(q[:, -1], k_pool, v_pool, case.attend, pages)
     wide = [t.double() for t in (q[:, -1:], k, v)]
     want = reference.definition(*wide, case.attend)[:, 0]
     assert (got - want).norm() <= 1e-4 * want.norm()  # scores of 1e4 are rounded to 1e-3

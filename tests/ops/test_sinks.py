@@ -143,12 +143,12 @@ def test_one_query(sink):
     ]
     back = 10 - torch.arange(16).view(2, 8).repeat(2, 1)
     pages = decode.Pages(torch.tensor([0, 0, 1, 1]), back)
-    got = decode.one_query(q[:, -1], *pools, attend, pages)
+    got = decode.attend_pages(q[:, -1], *pools, attend, pages)
     want = definition(q, k, v, attend)[:, -1]
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
     for i in range(2):
         text = decode.Alone(slice(2 * i, 2 * i + 2), 11)
-        alone = decode.one_query(q[i, -1:], *pools, attend, text)[0]
+        alone = decode.attend_pages(q[i, -1:], *pools, attend, text)[0]
         torch.testing.assert_close(alone, want[i], rtol=1e-12, atol=1e-13)
 
 

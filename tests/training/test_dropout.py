@@ -218,14 +218,14 @@ def test_side_by_side_is_dropped_as_one(monkeypatch, norms):
         num_ln_in_parallel_attn=norms,
         initializer_range=0.1,
     )
-    model, streams, dropped, residual = decoder(config), [], [], elementwise.residual
+    model, streams, dropped, residual = decoder(config), [], [], elementwise.dropout
 
     def watched(y, p, noise, site, rows):
         out = residual(y, p, noise, site, rows)
         dropped.append((out, y))
         return out
 
-    monkeypatch.setattr(elementwise, "residual", watched)
+    monkeypatch.setattr(elementwise, "dropout", watched)
     for block in model.layers.values():
         block.register_forward_hook(lambda m, args, y: streams.append(y - args[0]))
     model(batch().tokens, noise=Noise(torch.tensor(5), torch.arange(ROWS)))
@@ -254,13 +254,13 @@ def test_norms_after_layers_come_before_dropout(monkeypatch):
         head_dim=LENGTH,
         initializer_range=0.1,
     )
-    model, dropped, residual = decoder(config), [], elementwise.residual
+    model, dropped, residual = decoder(config), [], elementwise.dropout
 
     def watched(y, *rest):
         dropped.append(y)
         return residual(y, *rest)
 
-    monkeypatch.setattr(elementwise, "residual", watched)
+    monkeypatch.setattr(elementwise, "dropout", watched)
     model(batch().tokens, noise=Noise(torch.tensor(5), torch.arange(ROWS)))
     embedding, *added = dropped
     assert len(added) == 2

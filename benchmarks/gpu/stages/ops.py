@@ -122,7 +122,7 @@ def one_query(given: Given) -> None:
     page = torch.arange(33, device=given.device)
     back = 76 - page[:, None] % 11 * 7 - torch.arange(7, device=given.device)
     pools = (t.view(33, 7, 2, 64).transpose(1, 2).contiguous() for t in (k, v))
-    found = decode.one_query(q[:, 0], *pools, Attend(), decode.Pages(page // 11, back))
+    found = decode.attend_pages(q[:, 0], *pools, Attend(), decode.Pages(page // 11, back))
     off = compare.relative(found[:, None], true)
     given.record.check("forward, in pages", off, compare.BOUND[given.dtype], compare.WHY)
 

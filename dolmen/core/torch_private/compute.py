@@ -75,7 +75,9 @@ def multiply_integers(
 
 
 def has_integer_product() -> bool:
-    """Return True if torch has the operators of `multiply_integers`. 2.11 to 2.13."""
+    """Return True if torch has the operators that `prepack_integers` and `multiply_integers` call.
+    2.11 to 2.13.
+    """
     onednn = torch.ops.onednn
     return (
         can_prepack()
@@ -102,8 +104,8 @@ def can_prepack() -> bool:
 
 
 def version_of(x: Tensor) -> int:
-    """Return how often x was written in place, by which autograd detects changes since it was
-    saved. 2.11 to 2.13.
+    """Return how often x has been written in place, the counter by which autograd detects changes
+    since a tensor was saved. 2.11 to 2.13.
     """
     return x._version
 
@@ -177,8 +179,8 @@ class ViewAdamW(torch.optim.AdamW):
         max_exp_avg_sqs: list[Tensor],
         state_steps: list[Tensor],
     ) -> bool:
-        """Fill the lists with the views of what the step reads and writes; returns what torch's
-        does.
+        """Fill the lists with `view` of each trained parameter, its gradient and its state tensors,
+        in place of torch's; return what torch's method does, whether a parameter is complex.
         """
         lists = params_with_grad, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, state_steps
         has_complex = super()._init_group(group, *lists)

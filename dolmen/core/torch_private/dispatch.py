@@ -59,13 +59,13 @@ def backward_sequence_number() -> int | None:
 
 @contextmanager
 def observe_resizes(seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Within, call `seen(storage)` after each resize of a storage: FSDP frees gathered parameters
-    that way, and no operator shows it. 2.11 to 2.13.
+    """Context manager: inside, call `seen(storage)` after each resize of a storage: FSDP frees
+    gathered parameters that way, and no operator shows it. 2.11 to 2.13.
     """
     resize = torch.UntypedStorage.resize_
 
     def resize_and_report(storage: torch.UntypedStorage, size: int) -> None:
-        """Resize, then report."""
+        """Resize the storage, then call `seen` with it."""
         resize(storage, size)
         seen(storage)
 

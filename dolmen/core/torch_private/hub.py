@@ -25,17 +25,17 @@ def revert_weight_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict
 def observe_attention(
     model: Any, name: str, see: Callable[[nn.Module, dict[str, Tensor]], None]
 ) -> Iterator[None]:
-    """Within, call `see(module, {query, key, value})` with the inputs of each attention of a model,
-    [batch, heads, length, size], before its own eager function computes. `name` is registered for
-    this with transformers. No-op for a model whose class does not let its attention be chosen.
-    5.23: the registries are public, which function is a class's own (`eager_attention_forward` of
-    its file) is not.
+    """Context manager: inside, call `see(module, {query, key, value})` with the inputs of each
+    attention of a model, [batch, heads, length, size], before its own eager function computes.
+    `name` is registered for this with transformers. Does nothing for a model whose class does not
+    let its attention be chosen. 5.23: the registries are public, which function is a class's own
+    (`eager_attention_forward` of its file) is not.
     """
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
     from transformers.modeling_utils import AttentionInterface
 
     def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args, **options):
-        """Report the inputs, then compute as the model's own file does."""
+        """Call `see` with the inputs, then compute as the model's own file does."""
         see(module, {"query": query, "key": key, "value": value})
         eager = sys.modules[type(module).__module__].__dict__["eager_attention_forward"]
         return eager(module, query, key, value, *args, **options)

@@ -43,16 +43,17 @@ Store = dist.Store  # pyright: ignore[reportPrivateImportUsage]
 
 
 def store(name: str) -> Store:
-    """Return the rendezvous store of the default group, with keys prefixed by `name`. Public stores
-    are created by their user, and need an address. 2.11 to 2.13.
+    """Return the default group's rendezvous store, in which ranks leave values for each other, with
+    keys prefixed by `name`. Public stores are created by their user, and need an address. 2.11 to
+    2.13.
     """
     met = dist.distributed_c10d._get_default_store()
     return dist.PrefixStore(name, met)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def backends(group: dist.ProcessGroup) -> str:
-    """Return a group's backend per device type: "cpu:gloo,cuda:nccl". `dist.get_backend` returns
-    that of one. 2.11 to 2.13.
+    """Return which backend a group uses per device type, as "cpu:gloo,cuda:nccl";
+    `dist.get_backend` returns that of one device type. 2.11 to 2.13.
     """
     return dist.distributed_c10d._world.pg_backend_config[group]
 

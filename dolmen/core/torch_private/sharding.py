@@ -59,10 +59,11 @@ def records(unit: FSDPModule) -> list[Record]:
 
 
 def gather_plain(record: Record, sum_gradient: Callable[[Tensor], Tensor] | None) -> None:
-    """Let FSDP gather a parameter, which tp has split as a DTensor, as a plain tensor, and take a
-    plain gradient for it, to which `sum_gradient` (if any) is applied before it is reduced. Call
-    before the first forward. No-op for a parameter that is not on tp. 2.11 to 2.13: what is
-    gathered becomes a DTensor where `is_dtensor` is set, and in 2.13 where there is a spec.
+    """Make FSDP gather a parameter, which tp has split as a DTensor, as a plain tensor, and take a
+    plain gradient for it, to which `sum_gradient` (if any) is applied before it is reduced.
+    `record` is changed in place; call before the first forward. Does nothing for a parameter that
+    is not on tp. 2.11 to 2.13: what is gathered becomes a DTensor where `is_dtensor` is set, and in
+    2.13 where there is a spec.
     """
     if not record.is_dtensor:
         return
@@ -75,14 +76,15 @@ def gather_plain(record: Record, sum_gradient: Callable[[Tensor], Tensor] | None
 
 
 def widen_gradient(record: Record) -> None:
-    """Let autograd leave gradients on the copy that FSDP gathers of a parameter in the dtype in
-    which they are reduced, where functions give them so; else it rounds them to the copy's. Call
-    before the first forward. 2.11 to 2.13: `grad_dtype` is public, and the copy is made here.
+    """Make autograd leave gradients on the copy that FSDP gathers of a parameter in the dtype in
+    which FSDP reduces them (fp32), where functions give them so; else it rounds them to the copy's
+    dtype (bf16). `record` is changed in place; call before the first forward. 2.11 to 2.13:
+    `grad_dtype` is public, and the copy is made here.
     """
     gather = record.init_unsharded_param
 
     def gather_wide() -> None:
-        """Make or refill the copy, and set the dtype of its gradient."""
+        """Make or refill the gathered copy, and set the dtype of its gradient."""
         gather()
         record._unsharded_param.grad_dtype = record.reduce_dtype or record.orig_dtype
 
@@ -90,8 +92,8 @@ def widen_gradient(record: Record) -> None:
 
 
 def gathered_copy(record: Record) -> Tensor | None:
-    """Return the plain copy that FSDP has gathered of a parameter, on which autograd leaves its
-    gradient, freed or not; None before the first gathering. 2.11 to 2.13.
+    """Return the plain tensor into which FSDP gathers a parameter, and on which autograd leaves its
+    gradient, whether its memory is freed or not; None before the first gathering. 2.11 to 2.13.
     """
     return getattr(record, "_unsharded_param", None)
 
@@ -130,10 +132,10 @@ def gather_as(
     sent: Callable[[Tensor, nn.Module], tuple[Tensor, ...]],
     received: Callable[[Sequence[Tensor]], Tensor],
 ) -> None:
-    """Let FSDP all-gather the tensors of `sent(shard, module)` in place of a rank's shard, and use
-    `received(gathered tensors)`, in the same order, as the copy. Each tensor has the shard's dim 0
-    first. Their number may change from one gathering to the next, if all ranks agree. Call once the
-    shard has memory.
+    """Make FSDP all-gather the tensors of `sent(shard, module)` in place of a rank's shard of a
+    parameter, and use `received(gathered tensors)`, in the same order, as the gathered copy. Each
+    tensor has the shard's dim 0 first. Their number may change from one gathering to the next, if
+    all ranks agree. Call once the shard has memory.
 
     The extension is public: two methods of the shard, which FSDP looks for; documented for a class
     of tensors, and here set on this one tensor, so that parameters at rest are as all others.
@@ -143,7 +145,7 @@ def gather_as(
     shapes: list[torch.Size] = []
 
     def pre_all_gather(mesh, size, stride, module, policy) -> tuple[tuple[Tensor, ...], None]:
-        """Return what this rank sends."""
+        """Return the tensors that this rank sends, and no metadata."""
         parts = sent(shard, module)
         shapes[:] = [part.shape for part in parts]
         if len(parts) != len(record.all_gather_outputs):
@@ -151,7 +153,9 @@ def gather_as(
         return parts, None
 
     def post_all_gather(outputs, metadata, dtype, *, out: Tensor | None = None):
-        """Return the copy made of what was gathered, or write it to `out`; frees the buffers."""
+        """Return the copy made of the gathered tensors, or write it to `out` and return None; frees
+        the buffers that they were gathered into.
+        """
         copy = received([o.view(-1, *shape[1:]) for o, shape in zip(outputs, shapes, strict=True)])
         if out is not None:
             # FSDP has kept the copy's place; backward may hold it, as the same values

@@ -22,9 +22,9 @@ makes one. 2.11 to 2.13."""
 
 
 def worker_error(text: str, microseconds: int, **facts: bool) -> dict:
-    """Return what a worker writes to ERROR_FILE: torch's `ProcessFailure` reads message and
-    extraInfo's timestamp (`microseconds` since 1970); `facts` of ours are added to them. 2.11 to
-    2.13.
+    """Return the dict that a failed worker writes as JSON to ERROR_FILE: torch's `ProcessFailure`
+    reads `message` and the timestamp in `extraInfo` (`microseconds` since 1970); `facts`, which
+    dolmen reads, are added beside them. 2.11 to 2.13.
     """
     # torch's record is the inner dict, under a key of the same name
     return {"message": {"message": text, "extraInfo": {"timestamp": str(microseconds)}, **facts}}

@@ -124,8 +124,8 @@ def _blocks(
 
 
 def _runs(queries: int, keys: int, size: int, rule: Rule) -> Iterator[tuple[range, range]]:
-    """Yield the queries of each block of `size`, and the keys from the first to the last that one
-    of them sees; an empty range where they see none.
+    """Yield, per block of at most `size` queries, its queries and the keys from the first to the
+    last that one of them sees, both as ranges; the keys are empty where they see none.
     """
     blocks = [range(first, min(first + size, queries)) for first in range(0, queries, size)]
     seen = zip(_oldest(queries, size, rule), _furthest(blocks, keys, rule), strict=True)
@@ -136,8 +136,9 @@ def _runs(queries: int, keys: int, size: int, rule: Rule) -> Iterator[tuple[rang
 
 
 def _oldest(queries: int, size: int, rule: Rule) -> list[int]:
-    """Return, per block, the start of the oldest document that a query of it belongs to: that of
-    its first query, in any sequence, as starts never fall.
+    """Return, per block of `size` queries, the index of the first key of the oldest document that a
+    query of it belongs to: that of its first query, in any sequence, as starts never fall. 0 for
+    each without documents, and for fake tensors.
     """
     # a fake tensor has no values: as if all began at 0
     if rule.host_starts is None or type(rule.host_starts) is not Tensor:
@@ -146,8 +147,9 @@ def _oldest(queries: int, size: int, rule: Rule) -> list[int]:
 
 
 def _furthest(blocks: list[range], keys: int, rule: Rule) -> list[int]:
-    """Return, per block, the end of the furthest prefix that a query of it sees: that of its last
-    query, in any sequence, as reach never falls.
+    """Return, per block, the index behind the furthest prefix that a query of it sees: that of its
+    last query, in any sequence, as reach never falls. 0 for each without prefixes, the number of
+    keys for fake tensors.
     """
     if rule.host_reach is None:
         return [0] * len(blocks)
@@ -157,8 +159,8 @@ def _furthest(blocks: list[range], keys: int, rule: Rule) -> list[int]:
 
 
 def _shared_mask(queries: int, keys: int, rule: Rule, device: torch.device) -> Tensor:
-    """Return the additive mask (0 or -inf) of the largest block, whose last query is at the last
-    key; smaller blocks take its last rows and columns.
+    """Return the additive mask (0 or -inf), [rows, keys], of the largest block, whose last query is
+    at the last key; smaller blocks take its last rows and columns.
     """
     if rule.window is not None:
         keys = min(keys, queries + rule.window - 1)
@@ -167,8 +169,8 @@ def _shared_mask(queries: int, keys: int, rule: Rule, device: torch.device) -> T
 
 
 def _mask(queries: range, keys: range, rule: Rule, device: torch.device) -> Tensor | None:
-    """Return the additive mask (0 or -inf) of these queries and keys; None where every query sees
-    every key.
+    """Return the additive mask (0 or -inf) of these queries and keys: [rows, keys], or with
+    documents [batch, 1, rows, keys]; None where every query sees every key.
     """
     starts, reach, window = rule.starts, rule.reach, rule.window
     first, stop = queries.start + rule.offset, queries.stop + rule.offset
@@ -241,8 +243,9 @@ def exponentials(qk: Tensor, how: ScoreRule) -> tuple[Tensor, Tensor, Tensor]:
 def gradient(
     qk: Tensor, dp: Tensor, log_sum: Tensor, delta: Tensor, how: ScoreRule
 ) -> tuple[Tensor, Tensor]:
-    """Return the probabilities, recomputed from qk and log_sum, and the gradient of qk, from the
-    probabilities' gradient `dp` and `delta`: both [n, rows, keys] in qk's dtype.
+    """Return the probabilities, recomputed from qk and log_sum, and the gradient of the products
+    qk, from the probabilities' gradient `dp` and `delta`, per row the sum of g times out: both [n,
+    rows, keys] in qk's dtype.
     """
     bounded = _apply_soft_cap(qk, how)
     p = _scores(bounded, how).sub_(log_sum).exp_()
@@ -260,8 +263,9 @@ Gradient = Callable[[Tensor, Tensor, Tensor, Tensor, ScoreRule], tuple[Tensor, T
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
-    """Allocate the attention output [..., value size]: with q's strides where v's heads are as
-    long. Also called by torch.compile with symbolic sizes, so its shapes are compared in `forward`.
+    """Return an uninitialised tensor for the attention output, [..., value size]: with q's strides
+    where v's heads are as long. Also called by torch.compile with symbolic sizes, so its shapes are
+    compared in `forward`.
     """
     if q.shape[-1] == v.shape[-1]:
         return torch.empty_like(q)

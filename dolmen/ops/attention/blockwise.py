@@ -21,7 +21,11 @@ from dolmen.ops.elementwise import accumulate
 
 
 def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) -> Attended:
-    """`spec.AttentionBackend.attention` by blocks, with autograd."""
+    """Return softmax(scores) v of each query over the keys that it may see, by blocks of queries,
+    with autograd: `spec.AttentionBackend.attention`. `attend`: scale, soft cap, ALiBi, window,
+    documents, sinks. The queries are the last of the keys but `later`, which only prefixes let them
+    see.
+    """
     kv_heads, rule = k.shape[2], _rule(q, k, Place(k.shape[1] - later - q.shape[1], 0, attend))
     sinks = None if attend.sinks is None else attend.sinks.view(kv_heads, 1, rule.group)
     out = _Blockwise.apply(*(_rows(t, kv_heads) for t in (q, k, v)), sinks, *rule)
@@ -29,7 +33,11 @@ def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) ->
 
 
 def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum]:
-    """`spec.AttentionBackend.partial` by blocks. The two runs may also overlap, in any way."""
+    """Return (out, log_sum), both fp32 or wider, of attention from a run of queries to a run of
+    keys as if there were no other keys, by blocks, without autograd:
+    `spec.AttentionBackend.partial`. `at` says where the runs lie in the sequence; they may also
+    overlap, in any way.
+    """
     kv_heads, rule = k.shape[2], _rule(q, k, at)
     rows_q, rows_k, rows_v = (_rows(t, kv_heads) for t in (q, k, v))
     weighted, total, log_sum = blocks.forward(rows_q, rows_k, rows_v, rule)
@@ -40,7 +48,10 @@ def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum
 def partial_backward(
     g: Attended, q: Queries, k: Keys, v: Values, full: tuple[Attended, LogSum], at: Place
 ) -> tuple[Queries, Keys, Values]:
-    """`spec.AttentionBackend.partial_backward` by blocks; dk and dv in log_sum's dtype."""
+    """Return what a run of keys adds to (dq, dk, dv), by blocks, from the output's gradient g and
+    `full`, which is (out, log_sum) of attention to all keys:
+    `spec.AttentionBackend.partial_backward`. dk and dv have log_sum's dtype.
+    """
     kv_heads, rule, (out, log_sum) = k.shape[2], _rule(q, k, at), full
     delta = _delta(g, out, log_sum)
     rows_g, rows_q, rows_k, rows_v, rows_delta, rows_log_sum = (
@@ -55,8 +66,8 @@ def partial_backward(
 
 
 def _rule(q: Tensor, k: Tensor, at: Place) -> Rule:
-    """Build the score rule of q and k, both [batch, length, heads, size], at the positions `at`;
-    documents become indices among these keys.
+    """Return how products of q and k, both [batch, length, heads, size], at the positions `at`
+    become scores; documents are turned into indices among these keys.
     """
     attend = at.attend
     masks: tuple[Tensor | None, ...] = (None,) * 4
@@ -99,8 +110,8 @@ def _heads(x: Tensor, kv_heads: int, shape: tuple[int, ...]) -> Tensor:
 
 
 def _split_heads(x: Tensor, sinks: Tensor) -> Tensor:
-    """View x [batch * kv_heads, queries * group, size] as [batch, kv_heads, queries, group, size],
-    to which sinks broadcast.
+    """Return a view of x [batch * kv_heads, queries * group, size] as [batch, kv_heads, queries,
+    group, size]: without its last dim, sinks [kv_heads, 1, group] broadcast to it.
     """
     return x.view(-1, len(sinks), x.shape[1] // sinks.shape[2], sinks.shape[2], x.shape[2])
 
@@ -110,8 +121,9 @@ def _split_heads(x: Tensor, sinks: Tensor) -> Tensor:
 # concatenations fused into slow kernels (59 ms backward, not 37).
 @cache
 def _compile(passes: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch.compile of a function of blocks.py, the same object for the same function. Call
-    it where the function runs, not at import: the call imports inductor, which takes a second.
+    """Return torch.compile of a function of blocks.py, the same object for the same function
+    (cached). Call it where the function runs, not at import: the call imports inductor, which takes
+    a second.
     """
     return torch.compile(passes, dynamic=True)
 
@@ -130,7 +142,9 @@ _RULE = (
     schema=f"(Tensor q, Tensor k, Tensor v, {_RULE}) -> (Tensor, Tensor, Tensor)",
 )
 def _opaque_forward(q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `blocks.forward`, its passes compiled, as one operator to torch.compile."""
+    """Return what `blocks.forward` does, (weighted, total, log_sum), its passes compiled, as one
+    operator to torch.compile. `rule`: an unpacked Rule.
+    """
     return blocks.forward(q, k, v, Rule(*rule), _compile(blocks.exponentials))
 
 
@@ -143,8 +157,8 @@ def _opaque_forward(q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> tuple[Tensor
 def _opaque_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, log_sum: Tensor, *rule: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `blocks.backward`, its passes compiled, as one operator to torch.compile; all gradients
-    in the inputs' dtype.
+    """Return what `blocks.backward` does, (dq, dk, dv), its passes compiled, as one operator to
+    torch.compile; all in the inputs' dtype. `rule`: an unpacked Rule.
     """
     fused = _compile(blocks.gradient), _compile(accumulate)
     dq, dk, dv = blocks.backward(g, q, k, v, delta, log_sum, Rule(*rule), *fused)
@@ -153,6 +167,9 @@ def _opaque_backward(
 
 @_opaque_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_opaque_forward` does as empty tensors of the right shapes and dtypes, for
+    torch.compile.
+    """
     total = torch.empty_like(q[..., :1], dtype=torch.promote_types(q.dtype, torch.float32))
     return blocks.empty_out(q, v), total, torch.empty_like(total)
 
@@ -161,6 +178,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *rule: Any) -> tuple[Tensor, Tensor, Tens
 def _(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, delta: Tensor, log_sum: Tensor, *rule: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `_opaque_backward` does as empty tensors of the right shapes and dtypes, for
+    torch.compile.
+    """
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -199,7 +219,7 @@ class _Blockwise(TypedFunction):
 
     @staticmethod
     def backward(ctx: Context[tuple[Any, ...]], g: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v and the sinks."""
+        """Return the gradients of q, k, v and the sinks, and None for the numbers of the Rule."""
         q, k, v, sinks, out, log_sum, *masks = ctx.saved_tensors
         rule, delta = Rule(*ctx.kept, *masks), _delta(g, out, log_sum)
         g = g.contiguous()

@@ -63,8 +63,9 @@ class Alone:
 def _distances(
     back: Int64[Tensor, "*entries keys"], width: int
 ) -> Int64[Tensor, "*entries 1 width 1 keys"]:
-    """Return the distance from each of a sequence's last `width` tokens back to the keys, from
-    `back`, that of the last one: the first of them is width - 1 tokens nearer to what lies before.
+    """Return how many tokens each key lies before each of a sequence's last `width` tokens,
+    negative for a key behind it, from `back`, the same numbers for the last token alone: the first
+    of them is width - 1 tokens nearer to what lies before.
     """
     if width == 1:
         return back[..., None, None, None, :]
@@ -73,24 +74,24 @@ def _distances(
 
 
 def _hidden(distances: Int64[Tensor, "*_ keys"], window: int | None) -> Bool[Tensor, "*_ keys"]:
-    """Return whether a query does not see each key: it lies behind the query, or before the
-    window.
+    """Return True for each key that a query does not see, as it lies behind the query or before its
+    window, from the number of tokens it lies before the query.
     """
     out = distances < 0
     return out if window is None else out | (distances >= window)
 
 
-def one_query(
+def attend_pages(
     q: Float[Tensor, "queries heads size"],
     k: Float[Tensor, "pages kv_heads page size"],
     v: Float[Tensor, "pages kv_heads page value_size"],
     attend: Attend,
     pages: Pages | Alone,
 ) -> Float[Tensor, "queries heads value_size"]:
-    """Return softmax(scores) v of the queries, `pages.width` of each sequence, which are its last
-    tokens: see `spec.AttentionBackend`. `pages`: which sequence owns each page. Documents and
-    dropout have no meaning here. The queries of a sequence and a key-value head are rows of one
-    product.
+    """Return the attention output of each sequence's last `pages.width` tokens, `q`, over all of
+    its keys in the pages k and v of a KV cache: softmax(scores) v as `spec.AttentionBackend`
+    defines it, without documents and dropout. `pages`: which sequence owns each page, or the pages
+    of the only sequence. The queries of a sequence and a key-value head are rows of one product.
     """
     scale, width = attend.scale_of(q.shape[2]), pages.width
     rows = _rows_of_heads(q, k.shape[1], width)
@@ -118,8 +119,8 @@ def one_query(
 def _rows_of_heads(
     q: Float[Tensor, "queries heads size"], kv_heads: int, width: int
 ) -> Float[Tensor, "sequences kv_heads rows size"]:
-    """Return the queries of each sequence and key-value head as rows: by token, then by head of its
-    group. Without a copy for one query per sequence.
+    """Return the queries of each sequence and key-value head as rows of one matrix: by token, then
+    by head of its group. A view, without a copy, for one query per sequence.
     """
     whole = q.view(-1, width, kv_heads, q.shape[1] // kv_heads, q.shape[2])
     return whole.transpose(1, 2).flatten(2, 3)
@@ -128,7 +129,7 @@ def _rows_of_heads(
 def _queries_of_rows(
     out: Float[Tensor, "sequences kv_heads rows value_size"], width: int
 ) -> Float[Tensor, "queries heads value_size"]:
-    """Return the rows of `_rows_of_heads` as queries again."""
+    """Return outputs in the rows of `_rows_of_heads` as [queries, heads, value size] again."""
     whole = out.unflatten(2, (width, -1)).transpose(1, 2)
     return whole.flatten(2, 3).flatten(0, 1)
 
@@ -148,8 +149,9 @@ def _one_sequence(
     attend: Attend,
     text: Alone,
 ) -> Float[Tensor, "1 kv_heads rows value_size"]:
-    """Attend for one sequence, where nothing needs scattering or gathering: its keys are copied to
-    lie together, and what is computed is a softmax; 27 us for what takes 160 by pages.
+    """Return the attention output of one sequence by itself, where nothing needs scattering or
+    gathering: its keys are copied to lie together, and what is computed is a softmax; 27 us for
+    what takes 160 by pages.
     """
     width = text.width
     # keys before the first query's window are not even copied

@@ -18,9 +18,9 @@ from dolmen.ops.attention.spec import Attend, Attended, Keys, Queries, Values, s
 def attention(
     q: Queries, k: Keys, v: Values, attend: Attend, rows: Int64[Tensor, " queries"]
 ) -> Attended:
-    """Compute `spec.AttentionBackend.attention` with dropout (`attend.dropout`), forming all
-    probabilities. `rows`: the queries' indices in the sequence; keys are those of the whole
-    sequence, from 0 on.
+    """Return softmax(scores) v with dropout on the probabilities (`attend.dropout`), forming all of
+    them, with autograd; else as `spec.AttentionBackend.attention`. `rows`: the queries' indices in
+    the sequence; keys are those of the whole sequence, from 0 on.
     """
     assert attend.dropout is not None
     heads, size = q.shape[2:]
@@ -41,8 +41,8 @@ def attention(
 
 
 def _scores(scores: Tensor, attend: Attend, rows: Tensor, columns: Tensor) -> Tensor:
-    """Apply soft cap and ALiBi to scaled products [batch, heads, queries, keys], in fp32 or wider
-    where they are changed.
+    """Return scaled products [batch, heads, queries, keys] with soft cap and ALiBi applied, in fp32
+    or wider; the products as they are where there is neither.
     """
     if attend.plain:
         return scores
@@ -57,8 +57,8 @@ def _scores(scores: Tensor, attend: Attend, rows: Tensor, columns: Tensor) -> Te
 
 
 def _keep_mask(attend: Attend, rows: Tensor, columns: Tensor, heads: int) -> Tensor:
-    """Return which probabilities are kept, bool [batch, heads, queries, keys], by their indices in
-    the whole model.
+    """Return True for each probability that dropout keeps, [batch, heads, queries, keys], a
+    function of its indices in the whole model.
     """
     assert attend.dropout is not None
     p, noise, site = attend.dropout
@@ -86,8 +86,8 @@ class _Probabilities(TypedFunction):
         keep_mask: Tensor,
         p: float,
     ) -> Tensor:
-        """Return the dropped-out probabilities; `seen` and `keep_mask` are masks, p the probability
-        of dropping.
+        """Return the softmax of the scores over the keys `seen` (True: seen), 0 where `keep_mask`
+        is False and divided by 1 - p elsewhere, p being the probability of dropping.
         """
         wide = torch.promote_types(scores.dtype, torch.float32)
         probabilities = (
@@ -102,7 +102,7 @@ class _Probabilities(TypedFunction):
     def backward(
         ctx: Context[tuple[float, torch.dtype]], g: Tensor
     ) -> tuple[Tensor, None, None, None]:
-        """Return the gradient of the scores."""
+        """Return the gradient of the scores, and None for the masks and p."""
         (probabilities, keep_mask), (p, wide) = ctx.saved_tensors, ctx.kept
         dp = torch.where(keep_mask, g / (1 - p), 0).to(wide)
         dscores = compute.softmax_backward(dp, probabilities.to(wide), -1, wide).to(g.dtype)

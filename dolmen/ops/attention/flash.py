@@ -44,8 +44,9 @@ from dolmen.ops.attention.spec import (
 def attention(
     q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0, *, cudnn: bool = False
 ) -> Attended:
-    """`spec.AttentionBackend.attention` by flash's kernels, with autograd; `later` is 0, as there
-    are no prefixes. `cudnn`: use cuDNN's where they fit.
+    """Return softmax(scores) v of each query over the keys that it may see, by FlashAttention's
+    kernels, with autograd: `spec.AttentionBackend.attention` without soft cap, ALiBi and prefixes,
+    so `later` is 0. `cudnn`: use cuDNN's operators where they fit.
     """
     size, run, call = v.shape[3], _run(attend.documents), _call(q, attend, cudnn)
     # multi-head latent attention: q and k of 192, v of 128
@@ -61,8 +62,10 @@ def attention(
 def partial(
     q: Queries, k: Keys, v: Values, at: Place, *, cudnn: bool = False
 ) -> tuple[Attended, LogSum]:
-    """`spec.AttentionBackend.partial` by flash's kernels: a run of queries to its own keys, or to
-    earlier ones.
+    """Return (out, log_sum) of attention from a run of queries to their own keys, or to earlier
+    ones, as if there were no other keys, by FlashAttention's kernels, without autograd:
+    `spec.AttentionBackend.partial`. out has q's dtype, log_sum fp32. `cudnn`: use cuDNN's operators
+    where they fit.
     """
     size, call = v.shape[3], _call(q, at.attend, cudnn)
     q, k, v = _pad_heads(q, k, v)
@@ -83,7 +86,11 @@ def partial_backward(
     *,
     cudnn: bool = False,
 ) -> tuple[Queries, Keys, Values]:
-    """`spec.AttentionBackend.partial_backward` by flash's kernels; dk and dv in fp32."""
+    """Return what a run of keys adds to (dq, dk, dv), by FlashAttention's kernels, from the
+    output's gradient g and `full`, which is (out, log_sum) of attention to all keys:
+    `spec.AttentionBackend.partial_backward`. dk and dv are fp32. `cudnn`: use cuDNN's operators
+    where they fit.
+    """
     (out, log_sum), sizes = full, (q.shape[3], k.shape[3], v.shape[3])
     call = _call(q, at.attend, cudnn)
     g, q, k, v, out = _pad_heads(g, q, k, v, out)
@@ -97,7 +104,7 @@ def partial_backward(
 
 def _earlier(q: Tensor, k: Tensor, v: Tensor, at: Place, full: FlashCall) -> tuple[Tensor, Tensor]:
     """Return out and log_sum of a run of queries against keys that all lie before it; 0 and -inf
-    where a query sees none.
+    where a query sees none. `full`: the call to own keys, for its scale.
     """
     # what `_pieces` leaves out sees no key: out 0, log_sum -inf
     out = torch.zeros_like(q)
@@ -118,7 +125,9 @@ def _earlier_backward(
     at: Place,
     call: FlashCall,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv of a run of queries against earlier keys, dk and dv in fp32."""
+    """Return (dq, dk, dv) of a run of queries against keys that all lie before it, dk and dv in
+    fp32. `full`: out and log_sum of attention to all keys; `call`: for its scale.
+    """
     dq, (out, log_sum) = torch.zeros_like(q), full
     dk, dv = (torch.zeros_like(t, dtype=_wide(q)) for t in (k, v))
     for rows, mine, theirs, bounds in _pieces(len(q), q.shape[1], k.shape[1], at):
@@ -151,7 +160,9 @@ def _local_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Te
 def _local_backward(
     g: Tensor, q: Tensor, k: Tensor, v: Tensor, full: tuple[Tensor, Tensor], call: FlashCall
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv of a run of queries against its own keys, dk and dv in fp32."""
+    """Return (dq, dk, dv) of a run of queries against its own keys, dk and dv in fp32. `full`: out
+    and log_sum of attention to all keys.
+    """
     out, log_sum = full
     if call.queries is None:
         # the kernel's layout is heads first, ours tokens first
@@ -166,8 +177,9 @@ def _local_backward(
 
 
 def _call(q: Tensor, attend: Attend, cudnn: bool) -> FlashCall:
-    """Build the call of queries and all earlier keys; q is not yet padded by `_pad_heads`, as the
-    scale is that of its size.
+    """Return the arguments of the kernels for queries and all earlier keys; q is not yet padded by
+    `_pad_heads`, as the scale is that of its size. Asserts that there are no soft cap, slopes or
+    prefixes.
     """
     assert attend.plain and attend.mask == "causal", (
         "flash attention supports no soft cap, no slopes and no prefixes (ops/kernels.py "
@@ -178,15 +190,15 @@ def _call(q: Tensor, attend: Attend, cudnn: bool) -> FlashCall:
 
 
 def _pad_heads(*tensors: Tensor) -> list[Tensor]:
-    """Pad heads with zeros to one size, the only kind that the kernels know: zeros add nothing to a
-    product, and come out as zeros.
+    """Return the tensors [batch, length, heads, size] with heads padded with zeros to the largest
+    size, as the kernels take one size: zeros add nothing to a product, and come out as zeros.
     """
     size = max(t.shape[3] for t in tensors)
     return [t if t.shape[3] == size else F.pad(t, (0, size - t.shape[3])) for t in tensors]
 
 
 def _narrow(t: Tensor, size: int) -> Tensor:
-    """Cut off the padding that `_pad_heads` added, down to `size`."""
+    """Return t cut to its first `size` numbers per head: without the padding of `_pad_heads`."""
     return t if t.shape[3] == size else t[..., :size]
 
 
@@ -196,15 +208,15 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _causal(window: int | None) -> tuple[int, int]:
-    """Return the keys seen left and right of the diagonal: no later one, and a window counts the
-    query itself.
+    """Return how many keys a query sees before its own and after it, as the kernels take them: (-1
+    for all, 0), or with a window, which counts the query itself, (window - 1, 0).
     """
     return CAUSAL if window is None else (window - 1, 0)
 
 
 def _run(documents: Documents | None) -> Run | None:
-    """Return the run of these queries; None without documents. Raises ValueError where `documents`
-    has not exactly one run.
+    """Return the one run of queries of the documents, which the kernels need; None without
+    documents. Raises ValueError where `documents` has not exactly one run.
     """
     if documents is None:
         return None
@@ -217,8 +229,8 @@ def _run(documents: Documents | None) -> Run | None:
 
 
 def _visible_keys(t: Tensor, run: Run) -> Tensor:
-    """Return the keys (or values) of the run's segments, sequence after sequence: t [batch, keys,
-    ...] -> [keys of all segments, ...].
+    """Return the keys (or values) that the run's segments see, sequence after sequence: t [batch,
+    keys, ...] -> [keys of all segments, ...].
     """
     flat = t.flatten(0, 1)
     return flat if run.kept is None else flat.index_select(0, run.kept)
@@ -228,8 +240,9 @@ def _pieces(
     batch: int, queries: int, keys: int, at: Place
 ) -> Iterator[tuple[slice, slice, slice, tuple[int, int]]]:
     """Yield what queries see of a run of keys that ends before they begin, as dense calls:
-    (sequences, their queries, their keys, (keys seen left, right of the diagonal)). Neighbouring
-    sequences with equal pieces are one call.
+    (sequences, their queries, their keys, (number of keys seen left, right of the diagonal)).
+    Neighbouring sequences with equal pieces are one call; sequences whose queries see none are left
+    out.
     """
     pieces, run, offset = [], _run(at.attend.documents), at.q_start - at.k_start
     for sequence in range(batch):
@@ -250,7 +263,7 @@ def _window_pieces(
 ) -> tuple[tuple[slice, slice, tuple[int, int]], ...]:
     """Return the parts of the rectangle of queries [0, queries) and keys [first, keys) that a
     window leaves: query i is at key i + offset, beyond the last, so it sees keys j >= i + oldest.
-    None, one or two pieces, each of queries, keys, and the keys seen left and right of the
+    No, one or two pieces, each of queries, keys, and the numbers of keys seen left and right of the
     diagonal.
 
         keys   first .. keys
@@ -283,17 +296,23 @@ class Cudnn:
 
     @staticmethod
     def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) -> Attended:
-        """Compute `attention` with cuDNN's operators where they fit."""
+        """Return softmax(scores) v of each query over the keys that it may see, with autograd: this
+        module's `attention`, by cuDNN's operators where they fit, else FlashAttention's.
+        """
         return attention(q, k, v, attend, later, cudnn=True)
 
     @staticmethod
     def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum]:
-        """Compute `partial` with cuDNN's operators where they fit."""
+        """Return (out, log_sum) of attention from a run of queries to a run of keys: this module's
+        `partial`, by cuDNN's operators where they fit, else FlashAttention's.
+        """
         return partial(q, k, v, at, cudnn=True)
 
     @staticmethod
     def partial_backward(
         g: Attended, q: Queries, k: Keys, v: Values, full: tuple[Attended, LogSum], at: Place
     ) -> tuple[Queries, Keys, Values]:
-        """Compute `partial_backward` with cuDNN's operators where they fit."""
+        """Return what a run of keys adds to (dq, dk, dv): this module's `partial_backward`, by
+        cuDNN's operators where they fit, else FlashAttention's.
+        """
         return partial_backward(g, q, k, v, full, at, cudnn=True)

@@ -53,8 +53,8 @@ class FlashCall(NamedTuple):
     def from_run(
         run: Run | None, bounds: tuple[int, int], scale: float, cudnn: bool
     ) -> "FlashCall":
-        """Build the call for the segments of `run`, or for whole tensors where it is None.
-        `bounds`: keys seen left and right of the diagonal, -1 for all; `cudnn`: admit cuDNN's
+        """Return the call for the segments (documents) of `run`, or for whole tensors where it is
+        None. `bounds`: keys seen left and right of the diagonal, -1 for all; `cudnn`: admit cuDNN's
         operators.
         """
         if run is None:
@@ -75,8 +75,8 @@ class FlashCall(NamedTuple):
     def options(
         self, q: Tensor, k: Tensor
     ) -> tuple[Tensor | None, Tensor | None, int, int, float, bool]:
-        """Return the positional arguments of torch's operators: segments, the longest of queries
-        and of keys, no dropout, and whether causal.
+        """Return the positional arguments of torch's FlashAttention operators behind q, k and v:
+        segment starts of queries and of keys, the longest of each, no dropout, and whether causal.
         """
         causal = (self.left, self.right) == CAUSAL
         if self.queries is None:
@@ -90,8 +90,9 @@ def forward(
     v: Float[Tensor, "*keys kv_heads size"],
     call: FlashCall,
 ) -> tuple[Float[Tensor, "*queries heads size"], Float[Tensor, "..."], Tensor]:
-    """Return out, log_sum as the kernel lays it out, and the kernel's random state (unused: nothing
-    is dropped).
+    """Return the attention output, log_sum as the kernel lays it out ([batch, heads, queries], of
+    segments [heads, tokens]), and the kernel's random state (unused: nothing is dropped); by cuDNN
+    where the call fits, else by FlashAttention-2. No autograd.
     """
     # both keep the natural log of the sum, so either backward can follow
     if call.fits_cudnn(q.shape[1], k.shape[1]):
@@ -124,9 +125,10 @@ def backward(
     Float[Tensor, "*keys kv_heads size"],
     Float[Tensor, "*keys kv_heads size"],
 ]:
-    """Return dq, dk, dv for these keys, from the output and log_sum (as the kernel lays it out) of
-    attention over all keys. The kernel reads the random state (two numbers) even though nothing is
-    dropped.
+    """Return dq, dk, dv for these keys, from the output's gradient g, and the output and log_sum
+    (as the kernel lays it out) of attention over all keys; by cuDNN where the call fits and
+    deterministic algorithms are off, else by FlashAttention-2. The kernel reads the random state
+    (two numbers) even though nothing is dropped.
     """
     # cuDNN's backward adds up in any order
     repeatable = torch.are_deterministic_algorithms_enabled()
@@ -220,8 +222,8 @@ def opaque_backward(
 
 @opaque_forward.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Fake kernel of `opaque_forward` for torch.compile: return empty out and log_sum (fp32) of the
-    right shapes, and the random state without dropout.
+    """Return what `opaque_forward` does as empty tensors of the right shapes and dtypes, for
+    torch.compile: out, log_sum (fp32) and the random state without dropout.
     """
     queries = FlashCall(*call).queries
     # log_sum's layout: [heads, tokens] of segments, else [batch, heads, queries]
@@ -231,7 +233,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, *call: Any) -> tuple[Tensor, Tensor, Tens
 
 @opaque_backward.register_fake
 def _(g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Fake kernel of `opaque_backward` for torch.compile: return empty dq, dk and dv."""
+    """Return what `opaque_backward` does, dq, dk and dv, as empty tensors of the right shapes, for
+    torch.compile.
+    """
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -270,7 +274,9 @@ class Flash(TypedFunction):
     @staticmethod
     @once_differentiable
     def backward(ctx: Context[FlashCall], g: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k, v and the sinks."""
+        """Return the gradients of q, k, v and the sinks, and None for the numbers of the
+        FlashCall.
+        """
         q, k, v, sinks, out, log_sum, state, queries, keys = ctx.saved_tensors
         call = ctx.kept._replace(queries=queries, keys=keys)
         if torch.compiler.is_compiling():

@@ -18,10 +18,10 @@ from dolmen.ops.attention.spec import Attended, Keys, Place, Queries, Values
 
 
 def definition(q: Queries, k: Keys, v: Values, attend: Attend = Attend()) -> Attended:
-    """Compute `spec.AttentionBackend.attention` by its definition, with autograd, in the dtype of
-    q: float64 where it is a reference. Memory O(batch heads queries keys). It reads the fields of
-    `attend` by itself, and calls none of the methods that backends do: what these get wrong, it
-    does not.
+    """Return softmax(scores) v as `spec.AttentionBackend.attention` defines it, with autograd, in
+    the dtype of q: float64 where it is a reference. Forms every score, so memory is O(batch heads
+    queries keys). It reads the fields of `attend` by itself, and calls none of the methods that
+    backends do: what these get wrong, it does not.
     """
     group = q.shape[2] // k.shape[2]
     # grouped-query attention: each key head serves `group` query heads
@@ -69,7 +69,9 @@ class Case:
 
     @property
     def starts(self) -> Int64[Tensor, "batch length"] | None:
-        """Start of each token's document, on the host."""
+        """Index of the first token of each token's document, [batch, length] on the host; None
+        without documents.
+        """
         return (
             None
             if self.documents is None
@@ -78,7 +80,9 @@ class Case:
 
     @property
     def reach(self) -> Int64[Tensor, "batch length"] | None:
-        """End of the prefix of each token's document, on the host."""
+        """Index behind the last token of the prefix of each token's document, [batch, length] on
+        the host; None without documents or prefixes.
+        """
         if self.documents is None or self.prefixes is None:
             return None
         return self._add_to_starts(self.prefixes)
@@ -102,7 +106,9 @@ class Case:
     def tensors(
         self, dtype: torch.dtype, device: torch.device
     ) -> tuple[Queries, Keys, Values, Attended]:
-        """q, k, v and a gradient of the output, standard normal, the same on every device."""
+        """Return q, k, v and a gradient of the output, standard normal from a fixed seed, the same
+        on every device.
+        """
         # on the CPU, so that every device gets the same numbers
         g = torch.Generator().manual_seed(0)
         heads = (self.heads, self.kv_heads, self.kv_heads, self.heads)
@@ -178,14 +184,18 @@ def gradients(road: Road, q: Queries, k: Keys, v: Values, g: Attended) -> list[T
 
 
 def reference_gradients(case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return the exact out, dq, dk, dv in float64, of inputs rounded to `dtype` first."""
+    """Return the exact out, dq, dk, dv of a case in float64, from inputs rounded to `dtype`
+    first.
+    """
     q, k, v, g = (t.double() for t in case.tensors(dtype, device))
     attend = _attend(case, 0, case.length, device)
     return gradients(lambda q, k, v: definition(q, k, v, attend), q, k, v, g)
 
 
 def run_whole(backend: str, case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """Return out, dq, dk, dv of a backend in one call over whole sequences."""
+    """Return out, dq, dk, dv of a backend's `attention`, called once on the whole sequences of a
+    case.
+    """
     by, attend = BACKENDS[backend], _attend(case, 0, case.length, device)
     return gradients(lambda q, k, v: by.attention(q, k, v, attend), *case.tensors(dtype, device))
 
@@ -203,6 +213,7 @@ def run_gathered(
     stops = [mine.stop if case.prefixes is None else case.length for mine, _ in attends]
 
     def road(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the outputs of all chunks of queries, concatenated."""
         return torch.cat(
             [
                 by.attention(q[:, mine], k[:, :stop], v[:, :stop], attend, stop - mine.stop)
@@ -248,7 +259,8 @@ def errors(
     backend: str, case: Case, dtype: torch.dtype, device: torch.device, road: str = "whole"
 ) -> dict[str, float]:
     """Return the relative error (norm of the difference from the definition over the definition's
-    norm) of out, dq, dk and dv; NaN where anything is. `road`: one of ROADS.
+    norm) of a backend's out, dq, dk and dv on a case; NaN where anything is. `road`: whole,
+    gathered or ring, how the backend is called (ROADS).
     """
     got, want = ROADS[road](backend, case, dtype, device), reference_gradients(case, dtype, device)
     return {
@@ -263,8 +275,8 @@ def _slices(length: int, n: int) -> Iterator[slice]:
 
 
 def _attend(case: Case, first: int, length: int, device: torch.device, back: bool = True) -> Attend:
-    """Return the attention of the queries [first, first + length), with the run that flash's
-    kernels need. `back`: see `spec.run`.
+    """Return the attention of the queries [first, first + length) of a case on `device`, with the
+    run that flash's kernels need. `back`: see `spec.run`.
     """
     run_whole = case.whole
     if run_whole is None:

@@ -62,8 +62,9 @@ def join_sinks(
     log_sum: Float[Tensor, "*queries"],
     sinks: Float[Tensor, "..."],
 ) -> tuple[Float[Tensor, "*queries size"], Float[Tensor, "*queries"]]:
-    """Return out' (in out's dtype) and log_sum' of attention with sinks from those without.
-    `queries` ends in heads; `sinks` broadcasts to it.
+    """Return out' (in out's dtype) and log_sum' of attention with sinks from out and log_sum of
+    attention without: exp(sink) joins each sum of exponentials, and weighs no value. `queries` ends
+    in heads; `sinks` broadcasts to it.
     """
     total = torch.logaddexp(log_sum, sinks.to(log_sum.dtype))
     # the sink takes a share of the softmax, so out shrinks

@@ -45,8 +45,9 @@ def seen(
 def visible(
     queries: int, keys: int, window: int | None, device: torch.device
 ) -> Bool[Tensor, "queries keys"]:
-    """Return the mask `seen` of a single document whose last query is at the last key; keys are
-    counted from 0.
+    """Return the mask (True: seen) of the keys that each query may attend to where all is one
+    document and the last query is at the last key: its own and earlier ones, within `window` (None:
+    all).
     """
     rows = torch.arange(keys - queries, keys, device=device)
     return seen(rows, torch.arange(keys, device=device), window)
@@ -80,10 +81,10 @@ class Run:
     """
 
     def rectangle(self, sequence: int, k_start: int, keys: int) -> tuple[int, int]:
-        """Return (queries, key): which keys of an earlier run [k_start, k_start + keys) this run's
-        queries see. Only the document that spans both runs is visible across them: its queries are
-        the first `queries` of this run, its keys are those from `key` on, counted from k_start.
-        (0, 0) where no document spans both.
+        """Return (queries, key): which of the keys of an earlier run, [k_start, k_start + keys) of
+        the sequence numbered `sequence`, this run's queries see. Only the document that spans both
+        runs is visible across them: its queries are the first `queries` of this run, its keys are
+        those from `key` on, counted from k_start. (0, 0) where no document spans both.
         """
         # ascending starts, the first at 0
         starts = self.begins[sequence]
@@ -120,12 +121,14 @@ class Documents:
 
     @staticmethod
     def from_starts(starts: Tensor, reach: Tensor | None = None) -> "Documents":
-        """Construct from tensors that the host can read."""
+        """Return documents with these starts and reach, tensors that the host can read, as both the
+        device's and the host's, and without runs.
+        """
         return Documents(starts, starts, (), reach, reach)
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> "Documents":
-        """Apply `change` to each tensor of tokens [batch, length] (starts and reach, on device and
-        host); runs stay.
+        """Return documents with `change` applied to each tensor of tokens [batch, length] (starts
+        and reach, on device and host); runs stay.
         """
         starts, host_starts = change(self.starts), change(self.host_starts)
         reach, host_reach = (
@@ -134,28 +137,30 @@ class Documents:
         return Documents(starts, host_starts, self.runs, reach, host_reach)
 
     def to_device(self, device: torch.device) -> "Documents":
-        """Copy starts and reach from the host to `device` asynchronously; the host's
-        copies stay.
+        """Return documents whose starts and reach are copied from the host to `device`,
+        asynchronously; the host's copies stay.
         """
         # the host's copies stay: kernels size their blocks by them
         reach = None if self.reach is None else to_device(self.reach, device)
         return replace(self, starts=to_device(self.starts, device), reach=reach)
 
     def part(self, tokens: slice, run: int = 0) -> "Documents":
-        """Select a slice of tokens, which is the run numbered `run`."""
+        """Return the documents of a slice of the tokens, with the run numbered `run` as the only
+        one.
+        """
         return replace(self.map_tensors(lambda t: t[:, tokens]), runs=self.runs[run : run + 1])
 
     @property
     def both_ways(self) -> "Documents":
-        """Bidirectional attention: documents whose prefix is the whole document, so all its tokens
-        see one another.
+        """The same documents for bidirectional attention: the prefix of each is the whole document,
+        so all its tokens see one another.
         """
         ends = document_ends(self.host_starts)
         return replace(self, reach=to_device(ends, self.starts.device), host_reach=ends)
 
     @property
     def causal(self) -> "Documents":
-        """Causal attention: the same documents without prefixes."""
+        """The same documents for causal attention: without prefixes."""
         return self if self.reach is None else replace(self, reach=None, host_reach=None)
 
     @property
@@ -175,8 +180,8 @@ class Documents:
 def document_ends(
     starts: Int64[Tensor, "sequences length"],
 ) -> Int64[Tensor, "sequences length"]:
-    """Return the index of the first token behind each token's document, from each token's document
-    start.
+    """Return, per token, the index of the first token behind its document, from `starts`, per token
+    the index of the first token of its document.
     """
     ends = torch.full_like(starts, starts.shape[1])
     # a document's last token determines its end; a minimum from the right spreads it
@@ -185,7 +190,9 @@ def document_ends(
 
 
 def begins(starts: Int64[Tensor, "batch length"]) -> tuple[tuple[int, ...], ...]:
-    """Return the start index of each document, per sequence, from starts on the host."""
+    """Return the start index of each document, per sequence in ascending order, from per-token
+    starts on the host.
+    """
     return tuple(tuple(sorted(set(row))) for row in starts.tolist())
 
 
@@ -196,9 +203,9 @@ def run(
     device: torch.device,
     back: bool = True,
 ) -> Run:
-    """Build the `Run` of tokens [first, first + length) of every sequence. `starts`: document
-    starts per sequence. `back`: keys start where the first token's document does, and are picked
-    from all keys from 0 on; else the run's own tokens are its keys.
+    """Return the `Run` of tokens [first, first + length) of every sequence, its tensors on
+    `device`. `starts`: document starts per sequence. `back`: keys start where the first token's
+    document does, and are picked from all keys from 0 on; else the run's own tokens are its keys.
     """
     queries, keys, visible, stop = [], [], [], first + length
     for row_starts in starts:
@@ -226,7 +233,7 @@ def run(
 
 class Attend(NamedTuple):
     """The attention that a layer computes: mask, scale and score bias. A layer is built with what
-    never changes; each microbatch adds its own by `of`.
+    never changes; each microbatch adds its own by `with_documents`.
 
     A named tuple, which torch.compile makes, changes and hands on like any other.
     """
@@ -266,7 +273,9 @@ class Attend(NamedTuple):
         return self._replace(documents=documents, dropout=dropout)
 
     def part(self, tokens: slice, run: int) -> "Attend":
-        """Return the attention of a slice of the queries, which is the run numbered `run`."""
+        """Return the attention of a slice of the queries, with the run numbered `run` as that of
+        its documents.
+        """
         if self.documents is None:
             return self
         return self._replace(documents=self.documents.part(tokens, run))
@@ -288,29 +297,35 @@ class Attend(NamedTuple):
         return self.soft_cap is None and self.slopes is None
 
     def scale_of(self, size: int) -> float:
-        """Return the factor of query-key products for heads of `size`."""
+        """Return the factor of query-key products for heads of `size`: the layer's own, else 1 /
+        sqrt(size).
+        """
         return 1 / math.sqrt(size) if self.scale is None else self.scale
 
     def fix_scale(self, size: int) -> "Attend":
-        """Fix the scale as a number, that of heads of `size`, so that padding or extending queries
-        and keys later does not change it.
+        """Return this attention with its scale as a number, that of heads of `size`, so that
+        padding or extending queries and keys later does not change it.
         """
         return self._replace(scale=self.scale_of(size))
 
     def slopes_of(self, heads: int) -> tuple[float, ...] | None:
-        """Return the ALiBi slopes of these `heads` query heads, or None."""
+        """Return the ALiBi slopes of these `heads` query heads (from `first_head` on), or None."""
         if self.slopes is None:
             return None
         return self.slopes[self.first_head : self.first_head + heads]
 
     @property
     def starts(self) -> Tensor | None:
-        """Start of each query's document, if any does after 0: see `Documents`."""
+        """[batch, queries]: index of the first token of each query's document; None without
+        documents.
+        """
         return None if self.documents is None else self.documents.starts
 
     @property
     def reach(self) -> Tensor | None:
-        """End of the prefix of each query's document, if any has one: see `Documents`."""
+        """[batch, queries]: index behind the prefix of each query's document; None where no
+        document has a prefix.
+        """
         return None if self.documents is None else self.documents.reach
 
     @property
@@ -346,7 +361,7 @@ class AttentionBackend(Protocol):
 
     @staticmethod
     def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) -> Attended:
-        """softmax(scores) v over the keys each query may see, where
+        """Return softmax(scores) v over the keys each query may see, with autograd, where
 
             score = scale q k^T                        then, with a soft cap,
             score = soft_cap tanh(score / soft_cap)    then, with slopes,
