@@ -87,7 +87,9 @@ def open_file(file: Path | str) -> Iterator[BinaryIO]:
 
 
 def read_bytes(file: Path | str, size: int) -> bytes:
-    """Return the content of a file. Raises Refused as `open_file`, and for over `size` bytes."""
+    """Return the content of a file. Raises Refused if it is missing, no regular file or unreadable,
+    or has over `size` bytes.
+    """
     with open_file(file) as stream:
         # not just `size`: Python allocates as much as is requested
         data = stream.read(min(os.fstat(stream.fileno()).st_size, size) + 1)
@@ -97,14 +99,16 @@ def read_bytes(file: Path | str, size: int) -> bytes:
 
 
 def read_text(file: Path | str, size: int) -> str:
-    """Return the content as text, without a byte order mark. Raises Refused as `read_bytes`, and
-    if it is not UTF-8.
+    """Return the content of a file as text, without a byte order mark. Raises Refused if it is
+    missing or unreadable, has over `size` bytes, or is not UTF-8.
     """
     return decode(read_bytes(file, size), file)
 
 
 def decode(data: bytes, name: Path | str) -> str:
-    """Decode UTF-8, without a byte order mark. Raises Refused."""
+    """Return bytes decoded from UTF-8, without a byte order mark. Raises Refused, which begins with
+    `name`.
+    """
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -137,7 +141,9 @@ def parse_json(data: bytes, name: Path | str, kind: Kind) -> Any:
 
 
 def check_schema(value: Any, name: Path | str, schema: Any) -> Any:
-    """Return `value` if `schema` allows it. Raises Refused."""
+    """Return `value` unchanged if the type hint `schema` allows it. Raises Refused, which begins
+    with `name`.
+    """
     try:
         check_value(value, schema)
     except Mismatch as error:
@@ -146,17 +152,20 @@ def check_schema(value: Any, name: Path | str, schema: Any) -> Any:
 
 
 def read_json_lines(file: Path | str, kind: Kind) -> Iterator[tuple[int, Any]]:
-    """Yield (number from 1, values) of each line of a file that is not blank. Raises Refused as
-    `open_file`, and RefusedLine.
+    """Yield (number from 1, values) of each line of a JSON lines file that is not blank. Raises
+    Refused for a missing or unreadable file, and RefusedLine, which names the line, for one that is
+    too long or not as `kind` has it.
     """
     with open_file(file) as stream:
         yield from json_lines(stream, file, kind)
 
 
 def json_lines(stream: BinaryIO, name: Path | str, kind: Kind) -> Iterator[tuple[int, Any]]:
-    """Yield (number from 1, values) of each line that is not blank, one in memory at a time.
+    """Yield (number from 1, values) of each line of a stream of JSON lines that is not blank, one
+    in memory at a time.
 
-    `kind.size` limits one line. Raises RefusedLine, which names the line.
+    `kind.size` limits one line. Raises RefusedLine, which names the line, for one that is too long,
+    not JSON, or not as the schema of `kind` has it.
     """
     for number, line in enumerate(iter(lambda: stream.readline(kind.size + 1), b""), 1):
         if not line.strip():
@@ -191,7 +200,9 @@ def read_yaml(file: Path | str, kind: Kind) -> Any:
 
 
 def seal_yaml(text: str) -> str:
-    """Add a first and a last line by which `read_yaml` detects a complete file."""
+    """Return the text of a YAML file with a first and a last line by which `read_yaml` notices a
+    truncated file.
+    """
     return f"{FIRST}{text.rstrip()}{LAST}"
 
 

@@ -57,7 +57,9 @@ class Indexed:
 
     @property
     def offsets(self) -> Int64[np.ndarray, " bounds"]:
-        """The first token of each sequence, then the number of tokens."""
+        """Index of the first token of each sequence, and at the end the number of tokens: int64
+        [sequences + 1].
+        """
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
 
@@ -97,7 +99,7 @@ def read(file: Path) -> Indexed:
     content = np.memmap(index, np.uint8, "r")
 
     def column(dtype: str, count: int, offset: int) -> np.ndarray:
-        """Return an array of the index, without a copy."""
+        """Return `count` numbers of the index from byte `offset`, as an array without a copy."""
         return np.ndarray(count, dtype, content, offset)
 
     at = HEAD.size + 4 * sequences
@@ -148,7 +150,9 @@ def check_documents(index: Path, firsts: Int64[np.ndarray, " bounds"], sequences
 
 
 def _map_tokens(file: Path, tokens: int, dtype: np.dtype) -> np.ndarray:
-    """Return the memory-mapped tokens. Raises Refused unless the file has exactly so many."""
+    """Return the tokens of a .bin, memory-mapped. Raises Refused unless the file has exactly
+    `tokens` tokens of this dtype.
+    """
     with gate.open_file(file) as stream:
         size = os.fstat(stream.fileno()).st_size
     if size != tokens * dtype.itemsize:
@@ -168,7 +172,9 @@ def dtype_of(vocab_size: int) -> np.dtype:
 
 
 def check_free(file: Path) -> list[Path]:
-    """Return the two files that a data set is written to. Raises ValueError if one exists."""
+    """Return the paths of the .bin and .idx that a data set is written to. Raises ValueError if one
+    exists.
+    """
     targets = [file, file.with_suffix(IDX)]
     return [write.check_new("--to", target, parents=True) for target in targets]
 
@@ -209,7 +215,9 @@ def save(
 
 
 def _write(part: Path, content: Iterable[bytes | memoryview]) -> None:
-    """Write and sync a new file, replacing one that a killed run has left."""
+    """Write blocks of bytes to the new file `part` and fsync it; a file that a killed run has left
+    there is replaced.
+    """
     part.unlink(missing_ok=True)  # of a killed run
     with open(os.open(part, write.NEW, 0o666), "wb") as stream:
         for block in content:

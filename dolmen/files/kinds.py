@@ -358,7 +358,7 @@ EXAMPLES = Kind(ExamplesFields, size=1024 * MIB, depth=8)
 INDEXED = Kind(MegatronIndexFields, depth=8)
 
 
-class Spoken(TypedDict):
+class ChatMessageFields(TypedDict):
     """A message of a chat."""
 
     role: SHORT_NAME
@@ -366,39 +366,41 @@ class Spoken(TypedDict):
 
 
 # A chat, in one of three forms, distinguished by their fields.
-SPOKEN = Annotated[list[Spoken], Len(1)]
+MESSAGES = Annotated[list[ChatMessageFields], Len(1)]
 SHARED = Annotated[list[typed_dict({"from": SHORT_NAME, "value": str | None})], Len(1)]
 # Of what is multiplied with losses: float32, in which that is, ends at 3.4e38.
 TIMES_A_LOSS = 1e30
 WEIGHT = Annotated[float | None, Interval(ge=0, le=TIMES_A_LOSS)]
-BESIDE = {"weight": WEIGHT, "system": str | None}
+CHAT_EXTRAS = {"weight": WEIGHT, "system": str | None}
 CHAT_ROWS = {
-    "messages": typed_dict({"messages": SPOKEN}, BESIDE),
-    "conversations": typed_dict({"conversations": SHARED}, BESIDE),
-    "instruction": typed_dict({"instruction": str, "output": str}, {"input": str | None, **BESIDE}),
+    "messages": typed_dict({"messages": MESSAGES}, CHAT_EXTRAS),
+    "conversations": typed_dict({"conversations": SHARED}, CHAT_EXTRAS),
+    "instruction": typed_dict(
+        {"instruction": str, "output": str}, {"input": str | None, **CHAT_EXTRAS}
+    ),
 }
 PAIR_ROW = typed_dict(
-    {"chosen": str | SPOKEN, "rejected": str | SPOKEN},
+    {"chosen": str | MESSAGES, "rejected": str | MESSAGES},
     {
-        "prompt": str | SPOKEN,
+        "prompt": str | MESSAGES,
         "system": str,
         "margin": Annotated[float, Interval(ge=-TIMES_A_LOSS, le=TIMES_A_LOSS)],
     },
 )
 COMPLETION_ROW = typed_dict(
-    {"completion": str | SPOKEN, "label": bool | Annotated[int, Interval(ge=0, le=1)]},
-    {"prompt": str | SPOKEN, "system": str},
+    {"completion": str | MESSAGES, "label": bool | Annotated[int, Interval(ge=0, le=1)]},
+    {"prompt": str | MESSAGES, "system": str},
 )
 # A row to answer, in one of three forms; what else it has is carried along.
 NAMED = {"id": NAME | int, "adapter": Annotated[str | None, MaxLen(1024)]}
 PROMPT_ROWS = {
     "prompt": typed_dict({"prompt": str}, NAMED),
     "query": typed_dict({"query": str}, NAMED),
-    "messages": typed_dict({"messages": SPOKEN}, NAMED),
+    "messages": typed_dict({"messages": MESSAGES}, NAMED),
 }
 # What a client of a server says, which its protocol compares further (serving/http/protocol.py);
 # and with what a function was called that it tells of.
-ASKED = Kind(dict[str, Any], depth=64)
+REQUEST_BODY = Kind(dict[str, Any], depth=64)
 ARGUMENTS = Kind(dict[str, Any], depth=64)
 # Journal of an unfinished output (serving/output_file.py): the options, then rows that wait.
 JOURNAL_HEAD = Kind(

@@ -116,11 +116,11 @@ class Window(io.RawIOBase):
         self.start, self.size, self.at = start, size, 0
 
     def readable(self) -> bool:
-        """True: it can be read."""
+        """Return True: it can be read."""
         return True
 
     def seekable(self) -> bool:
-        """True: it can seek."""
+        """Return True: it can seek."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:

@@ -52,7 +52,9 @@ def check_value(value: Any, schema: Any) -> None:
 def typed_dict(
     required: Mapping[str, Any], optional: Mapping[str, Any] = {}, rest: Any = Any
 ) -> Any:
-    """Return the TypedDict of fields that have no class: nested, or known at run time only.
+    """Return a TypedDict with `required` and `optional` fields (name -> type hint), for mappings
+    whose fields are known at run time only or need no class.
+
     Any other field has the type hint `rest`; None: it is an error.
     """
     make: Any = TypedDict  # type checkers want a literal mapping
@@ -62,8 +64,8 @@ def typed_dict(
 
 
 def needs(**fields: str) -> AfterValidator:
-    """Return a rule of a TypedDict: a field that is present needs another one, or several,
-    separated by spaces.
+    """Return a rule to annotate a TypedDict with: where field NAME is present, the fields that
+    NAME="a b" lists must be present too.
     """
 
     def check(value: dict[str, Any]) -> dict[str, Any]:
@@ -111,8 +113,8 @@ def _restrict(node: Any) -> Any:
 
 
 def _restrict_fields(node: dict[str, Any]) -> Any:
-    """Return the schema of a TypedDict that compares its other fields first: pydantic's own would
-    report an error for each.
+    """Return the schema of a TypedDict that compares its undeclared fields first and stops at the
+    first error: pydantic's own would report an error for each.
     """
     validator, rest = None, node.pop("extras_schema", core_schema.any_schema())
     if node.pop("extra_behavior", None) != "forbid":
@@ -147,8 +149,9 @@ def _refuse_long(value: Any) -> Any:
 
 
 def _describe_errors(errors: Sequence[ErrorDetails], value: Any) -> str:
-    """Describe the first error of `value`. Where all alternatives of a union failed, describe the
-    one that has the value's type ("at most 5"), or name the types of all ("text or a list").
+    """Return the first error of `value` in words. Where all alternatives of a union failed, it is
+    that of the one that has the value's type ("at most 5"), or names the types of all ("text or a
+    list").
     """
     first = errors[0]
     place, _, before = _locate(first, value)
@@ -166,7 +169,7 @@ def _describe_errors(errors: Sequence[ErrorDetails], value: Any) -> str:
 
 
 def _describe_error(error: ErrorDetails, value: Any, must: str) -> str:
-    """Describe one error of `value`, which names the field. `must`: what it must be."""
+    """Return one error of `value` in words, which name the field. `must`: what it must be."""
     path, inside, _ = _locate(error, value)
     kind, it = error["type"], path or "it"
     if kind == "missing":

@@ -68,7 +68,7 @@ class SentencePieceModel:
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """Text of a piece -> its id."""
+        """Id of each piece of the vocabulary, by its text."""
         return {piece.text: number for number, piece in enumerate(self.pieces)}
 
     @property
@@ -191,7 +191,9 @@ def _parse_piece(message: bytes) -> VocabularyPiece:
 
 
 def fields(message: bytes) -> dict[int, Value]:
-    """Return number -> last value of the fields of a message. Raises ValueError."""
+    """Return field number -> value of a protobuf message; the last value of a repeated field.
+    Raises ValueError for a malformed one.
+    """
     return {number: value for number, value, _ in records(message)}
 
 

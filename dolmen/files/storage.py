@@ -102,8 +102,8 @@ class RemoteFolder:
         self._root = root.rstrip("/")
 
     def files(self) -> dict[str, StoredFile]:
-        """List all objects below the URL; empty where there is none. Raises StorageError for a name
-        that is no relative path.
+        """Return name -> size and time of all objects below the URL; empty if there are none.
+        Raises StorageError for a name that is no relative path.
         """
 
         def find() -> dict[str, Any]:
@@ -123,7 +123,7 @@ class RemoteFolder:
         return files
 
     def find(self, name: str) -> StoredFile | None:
-        """Look up one object, None where there is none of this name."""
+        """Return size and time of one object; None if there is none of this name."""
 
         def look_up() -> StoredFile | None:
             """Ask for the object, not for the whole folder, which may be large."""
@@ -138,7 +138,9 @@ class RemoteFolder:
         return self._repeat(f"{name} cannot be looked up", look_up, FIRST_PATIENCE)
 
     def read(self, name: str, stored: StoredFile, most: int) -> bytes:
-        """Read a small object. Raises StorageError, and Refused for over `most` bytes."""
+        """Return the bytes of a small object, which `stored` describes. Raises StorageError, and
+        Refused for over `most` bytes.
+        """
         if stored.size > most:
             raise gate.refuse(f"{self.url}/{name}", f"has more than {most:,} bytes")
         return self._block(name, 0, stored.size)
@@ -229,7 +231,9 @@ class RemoteFolder:
             os.fsync(file.fileno())
 
     def _block(self, name: str, start: int, stop: int) -> bytes:
-        """Read the bytes start:stop of an object."""
+        """Return the bytes start:stop of an object; a request that fails or returns fewer is
+        repeated.
+        """
 
         def get() -> bytes:
             """Read them in one request. Raises OSError where the answer has another length."""
@@ -244,7 +248,7 @@ class RemoteFolder:
         return self._repeat(f"{name} cannot be read", get)
 
     def _path(self, name: str) -> str:
-        """Path of an object, as its file system knows it."""
+        """Return the path of an object within its file system, as fsspec takes it."""
         return f"{self._root}/{name}"
 
     @contextmanager
@@ -285,7 +289,7 @@ class RemoteFolder:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _fail(self, failure: str, error: Exception) -> NoReturn:
-        """Raise StorageError for the last error of a request."""
+        """Raise StorageError, which names the URL, `failure` and the last error of a request."""
         raise StorageError(f"{self.url}: {failure} ({type(error).__name__}: {error})") from error
 
 
@@ -301,7 +305,9 @@ def _check_name(url: str, name: str) -> None:
 
 
 def _change_time(info: Mapping[str, Any]) -> int:
-    """Time of an object's last change in ns, by the name that its file system has for it."""
+    """Return the time of an object's last change in ns, from the field of `info` in which its file
+    system has it. Without a time: a number that follows from its ETag or Last-Modified, or 0.
+    """
     for key in ("LastModified", "last_modified", "updated", "mtime", "created"):
         value = info.get(key)
         if isinstance(value, str):  # gs
@@ -334,8 +340,9 @@ def is_copy(file: Path, stored: StoredFile) -> bool:
 
 
 def local_copy(url: str, inside: str | None = None) -> Path:
-    """Path of the local copy of a URL, in the folder `inside` (default: COPIES). Raises ValueError
-    for a URL with an empty part or `..`, and for a copy that would lie behind a link.
+    """Return the path of the local copy of a URL, in the folder `inside` (default: COPIES); nothing
+    is downloaded. Raises ValueError for a URL with an empty part or `..`, and for a copy that would
+    lie behind a link.
     """
     scheme, _, path = url.partition("://")
     parts = path.strip("/").split("/")
@@ -351,8 +358,8 @@ def local_copy(url: str, inside: str | None = None) -> Path:
 
 
 def working_folder(url: str) -> Path:
-    """Path of the local folder in which a run works whose folder is a URL. Raises as
-    `local_copy`.
+    """Return the path of the local folder in which a run works whose own folder is a URL. Raises
+    ValueError for a URL with an empty part or `..`, and for a path behind a link.
     """
     return local_copy(url, RUNS)
 
@@ -381,7 +388,9 @@ def pull_file(url: str) -> Path | None:
 
 
 def pull_folder(url: str) -> Path:
-    """Return the local copy of the folder at a URL, with all its files. Raises as `pull_files`."""
+    """Download the folder at a URL, as far as its local copy lacks files, and return the copy.
+    Raises ValueError if there is no such folder, it is unfinished or damaged; and StorageError.
+    """
     pull_files(url)
     return local_copy(url)
 
@@ -403,22 +412,24 @@ def pull_files(
         size = sum(files[name].size for name in missing)
         say(f"downloading {url}: {plural(len(missing), 'file')}, {megabytes(size)} -> {target}")
     for name in names:
-        write_into(target, name)
+        create_parents(target, name)
         remote.download(name, files[name], target / name, sums_check(url, name, sums.get(name)))
     _delete_others(target, files)
     return [target / name for name in names]
 
 
-def write_into(folder: Path, name: str) -> None:
-    """Create the folders above the file `name` of `folder`, through no link. Raises OSError."""
+def create_parents(folder: Path, name: str) -> None:
+    """Create `folder` and, through no link, the folders in it that the file `name` needs. Raises
+    OSError.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     write.folder(folder, Path(name).parent)
 
 
 def _delete_others(target: Path, files: Collection[str]) -> None:
     """Delete the files of a local copy that no object stands for: a model that is now stored in
-    other files would be read from the old ones. What another process is making stays, and locks: a
-    lock without its file holds nobody back.
+    other files would be read from the old ones. Files that another process is downloading stay, and
+    so do locks: a lock without its file holds nobody back.
     """
     for where, folders, names in os.walk(target):
         folders[:] = [name for name in folders if not name.endswith(PARTIAL)]
@@ -430,21 +441,22 @@ def _delete_others(target: Path, files: Collection[str]) -> None:
 
 
 def pull(name: str | Path) -> str | Path:
-    """Return the local copy of a folder's URL; any other name unchanged. Raises as
-    `pull_folder`.
+    """Return the path of the local copy of a folder, downloaded as far as it is missing, for a URL;
+    any other name is returned unchanged. Raises ValueError or StorageError.
     """
     return pull_folder(str(name)) if is_url(name) else name
 
 
 def file_sum(file: Path) -> str:
-    """XXH3 (128 bits, hexadecimal) of a file's content."""
+    """Return the XXH3 hash (128 bits, hexadecimal) of a file's content."""
     with open(file, "rb") as content:
         return hashlib.file_digest(content, xxhash.xxh3_128).hexdigest()
 
 
 def read_sums(remote: RemoteFolder, files: Mapping[str, StoredFile]) -> dict[str, str]:
-    """Read the checksums of a folder and of its subfolders, by name; empty without any. Raises
-    Refused for a folder that was not uploaded to the end, or a file of checksums that is damaged.
+    """Return the checksums of the files of a remote folder and of its subfolders, by name; empty
+    without any. Raises Refused for a folder that was not uploaded to the end, or a file of
+    checksums that is damaged.
     """
     sums: dict[str, str] = {}
     for listing in (name for name in files if name.split("/")[-1] == SUMS):
@@ -456,7 +468,9 @@ def read_sums(remote: RemoteFolder, files: Mapping[str, StoredFile]) -> dict[str
 
 
 def _read_listing(remote: RemoteFolder, listing: str, stored: StoredFile) -> dict[str, str]:
-    """Read one file of checksums, again where it is damaged. Raises Refused as `parse_sums`."""
+    """Return the checksums in one file of checksums (name -> checksum), which is read again where
+    it is damaged. Raises Refused for an unfinished folder, or after DOWNLOADS reads.
+    """
     for _ in range(DOWNLOADS - 1):
         with suppress(gate.Refused):
             return parse_sums(remote.read(listing, stored, kinds.SUMS.size), remote.url)
@@ -464,8 +478,8 @@ def _read_listing(remote: RemoteFolder, listing: str, stored: StoredFile) -> dic
 
 
 def parse_sums(content: bytes, where: str) -> dict[str, str]:
-    """Parse a file of checksums: name -> checksum. Raises Refused where it marks an unfinished
-    folder, or is damaged.
+    """Return the checksums (name -> checksum) in the content of a file of checksums. Raises Refused
+    where it marks an unfinished folder, or is damaged.
     """
     if content == UNFINISHED:
         raise gate.refuse(where, "says that the folder was not uploaded to the end")
@@ -476,17 +490,17 @@ def parse_sums(content: bytes, where: str) -> dict[str, str]:
 
 
 def digest_sums(sums: Mapping[str, str]) -> str:
-    """XXH3 of the checksums of a folder."""
+    """Return a digest (XXH3) of the checksums of a folder, by which damage to them shows."""
     return xxhash.xxh3_128_hexdigest(json.dumps(sums, sort_keys=True).encode())
 
 
 def sums_check(url: str, name: str, digest: str | None) -> Callable[[Path], None]:
-    """Return a check of a downloaded file: raises Refused unless it has this checksum (None: it has
-    none).
+    """Return a check of a downloaded file, which raises Refused unless the file has the checksum
+    `digest`; None: it checks nothing.
     """
 
     def check(file: Path) -> None:
-        """Compare the checksums."""
+        """Raise Refused if the file has another checksum."""
         if digest is not None and file_sum(file) != digest:
             raise gate.refuse(
                 f"{url}/{name}",

@@ -136,8 +136,8 @@ def check_files(folder: Path, probe: bool = True) -> None:
 
 
 def check_growth(file: Path, content: dict) -> None:
-    """Raise Refused where the steps of a tokenizer.json can make a text more than MAX_GROWTH times
-    as long.
+    """Raise Refused if the normalizers or decoders of a tokenizer.json can make a text more than
+    MAX_GROWTH (64) times as long.
     """
     check_times(
         file, "normalizer", growth([content.get("normalizer"), content.get("pre_tokenizer")])
@@ -146,7 +146,9 @@ def check_growth(file: Path, content: dict) -> None:
 
 
 def check_times(file: Path, step: str, times: int) -> None:
-    """Raise Refused where `step` can make a text more than MAX_GROWTH times as long."""
+    """Raise Refused if `times`, by how much `step` of a tokenizer can lengthen a text, exceeds
+    MAX_GROWTH (64).
+    """
     if times > MAX_GROWTH:
         raise refuse(
             file,
@@ -229,7 +231,7 @@ def try_expressions(tokenizer: str) -> tuple[int, str]:
 
 
 def expressions(value: Any) -> Iterator[str]:
-    """Yield every regular expression in a part of a tokenizer.json."""
+    """Yield every regular expression in a part of a tokenizer.json (nested dicts and lists)."""
     if isinstance(value, dict):
         if isinstance(value.get("Regex"), str):
             yield value["Regex"]

@@ -7,7 +7,7 @@ nested values with tensors in them, as a pickle, and separately the storages of 
 A pickle states what it is made of by naming classes and functions, which Python would import and
 call. Here each name of a written list has a stand-in of ours, and every other one is refused
 (pickles.py). A stand-in computes nothing: a tensor becomes the place of its numbers (`StoredView`),
-a Namespace its values, anything else that training leaves in its files (`Left`) nothing at all.
+a Namespace its values, anything else that training leaves in its files (`Opaque`) nothing at all.
 """
 
 import io
@@ -138,7 +138,7 @@ class Strided(Stored):
         return Stored(self.name, Spec((self.reach,), self.spec.dtype), self.file, self.offset)
 
 
-class Left:
+class Opaque:
     """Stand-in for an object of a class that is not imported (an enum, a random state). Its
     arguments are kept, its state is dropped.
     """
@@ -184,7 +184,7 @@ class Namespace:
         self.values = {str(name): value for name, value in state.items()}
 
 
-LEFT = re.compile(
+OPAQUE = re.compile(
     r"(?:megatron(?:\.\w+)*\.enums\.\w+"  # ModelType, AttnBackend, ...
     r"|megatron\.core\.rerun_state_machine\.\w+"
     r"|megatron\.core\.transformer\.pipeline_parallel_layer_layout\.\w+"
@@ -202,19 +202,20 @@ of them is imported.
 
 def _find_stand_in(module: str, name: str) -> Any:
     """Return the stand-in for a name that a pickle refers to (`pickles.Find`): a dtype for a
-    storage class, a rebuild function, `Left`; None for a name that is not allowed.
+    storage class, a rebuild function, `Opaque`; None for a name that is not allowed.
     """
     full = f"{module}.{name}"
     if module in ("torch", "torch.storage") and name in STORAGES:
         return STORAGES[name]
     if module == "torch" and name in DTYPES:
         return DTYPES[name]
-    return KNOWN.get(full) or (Left if LEFT.fullmatch(full) else None)
+    return KNOWN.get(full) or (Opaque if OPAQUE.fullmatch(full) else None)
 
 
 def _resolve_storage(pid: Any, storages: dict[str, Storage]) -> Storage:
-    """Return the storage of a persistent id, from `storages`, to which a new one is added. Raises
-    UnpicklingError for a malformed id, or one that contradicts an earlier one.
+    """Return the storage that a persistent id of a pickle describes, from `storages`, to which a
+    new one is added. Raises UnpicklingError for a malformed id, or one that contradicts an earlier
+    one.
     """
     kind, dtype, key, _, elements, *view = pid
     if kind != "storage" or not isinstance(dtype, torch.dtype) or any(view):
@@ -264,7 +265,7 @@ def _encode_latin1(text: Any, encoding: Any) -> bytes:
 
 
 def _first_argument(value: Any, *_: Any) -> Any:
-    """Stand in for a Parameter: return its tensor."""
+    """Return the first argument: stand-in for a function that wraps a tensor as a Parameter."""
     return value
 
 
@@ -318,8 +319,8 @@ def load_part(file: Path, position: int, length: int) -> Any:
 
 
 def tensors(value: Any, file: Path) -> dict[str, Stored]:
-    """Return every tensor in nested mappings by its dotted path: {"a": {"b.weight": t}} is
-    a.b.weight. Raises Refused for two of one name.
+    """Return every tensor in nested mappings, as where it lies in `file`, by its dotted path: {"a":
+    {"b.weight": t}} is a.b.weight. Raises Refused for two of one name.
     """
     stored: dict[str, Stored] = {}
     for name, leaf in leaves(value):
@@ -583,7 +584,9 @@ class _Pickler(pickle.Pickler):
         self.keys = keys
 
     def reducer_override(self, obj: Any) -> Any:
-        """Pickle a Spec as the call that rebuilds a tensor."""
+        """Return the call that rebuilds a tensor, to be pickled in place of a Spec; NotImplemented
+        for other objects, which are pickled as usual.
+        """
         if not isinstance(obj, Spec):
             return NotImplemented
         storage = Storage(next(self.keys), obj.dtype, math.prod(obj.shape))

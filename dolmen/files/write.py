@@ -33,8 +33,9 @@ def check_new(option: str, name: str | Path, parents: bool = False) -> Path:
 
 
 def check_new_folder(name: str | Path) -> Path:
-    """Return the path of an output folder, which may exist if it is empty. Raises ValueError as
-    `check_new`, with the parents of the folder made where they are missing.
+    """Return the path of an output folder, which may exist if it is empty; nothing is created.
+    Raises ValueError if it has files or is none, or if the nearest existing folder above it is not
+    writable.
     """
     folder = expand(name)
     if folder.is_dir():
@@ -105,8 +106,8 @@ def save_json(content: object, to: str | None, indent: int = 1) -> None:
 
 
 def folder(inside: Path, name: str | Path) -> Path:
-    """Create the folder `name` ("a/b") below `inside` if needed, and return it. Raises OSError if
-    it, or one on the way from `inside`, is a link or a file.
+    """Create the folder `name` ("a/b") below the folder `inside`, if it is missing, and return its
+    path. Raises OSError if it, or one on the way from `inside`, is a link or a file.
     """
     path = inside
     for part in Path(name).parts:
@@ -122,8 +123,9 @@ def folder(inside: Path, name: str | Path) -> Path:
 
 
 def append(file: Path) -> TextIO:
-    """Open a file to append lines; a file with a second hard link is copied first, so that the
-    other name keeps its content. Raises OSError, also for a symbolic link.
+    """Open a file to append lines of text, and return the stream; the file is created if it is
+    missing. A file with a second hard link is copied first, so that the other name keeps its
+    content. Raises OSError, also for a symbolic link.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     descriptor = os.open(file, flags, 0o666)

@@ -25,6 +25,7 @@ class _Open:
     """A list or mapping that is not closed yet. `before`: values of the document before it."""
 
     def __init__(self, values: list | dict, anchor: str | None, before: int):
+        """`values`: the empty container. `anchor`: its name for aliases, if any."""
         self.values, self.anchor, self.before = values, anchor, before
         self.height = 1
         self.key: Any = self
@@ -55,8 +56,8 @@ class _Builder:
         self.anchors: dict[str, tuple[Any, int, int]] = {}  # value, values in it, height
 
     def grow(self, values: int, height: int) -> None:
-        """Count values, and the height of a subtree that is added. Raises ValueError beyond a
-        limit.
+        """Add `values` to the number of values so far, and check the depth of a subtree `height`
+        levels high. Raises ValueError beyond a limit.
         """
         self.count += values
         if self.count > MOST:
@@ -142,8 +143,9 @@ def _no_tag(event: yaml.ScalarEvent | yaml.CollectionStartEvent) -> None:
 
 
 def scalar(event: yaml.ScalarEvent) -> Any:
-    """Return a scalar: quoted ones as text, others as null, boolean, number or text by the rules of
-    YAML 1.1 and PyYAML.
+    """Return the value of a scalar event: quoted ones as text, others as null, boolean, number or
+    text by the rules of YAML 1.1 and PyYAML, without dates and base-60 numbers. Raises ValueError
+    for a tag.
     """
     _no_tag(event)
     text = event.value

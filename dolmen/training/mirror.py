@@ -111,7 +111,7 @@ def _pull_files(url: str, out: Path) -> None:
             files[name] = stored
     check_replaceable(out, files)
     for name, stored in files.items():
-        storage.write_into(out, name)
+        storage.create_parents(out, name)
         remote.download(name, stored, out / name)
 
 

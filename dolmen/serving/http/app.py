@@ -228,7 +228,7 @@ class Endpoints:
         self.parser, self.sessions = parser, sessions
         self.max_body_bytes = parser.config.max_body_bytes
         # depth and number of values stay bounded
-        self.body_limits = replace(kinds.ASKED, size=self.max_body_bytes)
+        self.body_limits = replace(kinds.REQUEST_BODY, size=self.max_body_bytes)
         # one: a tokenizer is not safe for several threads, and bodies queue
         self.thread = ThreadPoolExecutor(1, "parser")
 
