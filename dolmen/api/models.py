@@ -4,7 +4,7 @@ are texts or token ids.
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, cast
 
@@ -16,6 +16,7 @@ from dolmen.api.options import build_config, value_errors
 from dolmen.conversion import hf
 from dolmen.conversion.source import ModelSource, open_source
 from dolmen.conversion.weights import check_whole
+from dolmen.core.mesh import SINGLE
 from dolmen.core.messages import brief, choices, message, plural
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
 from dolmen.families import set_fields, unknown
@@ -23,6 +24,7 @@ from dolmen.families import special_tokens as special
 from dolmen.model import head
 from dolmen.model.decoder import Decoder
 from dolmen.optim.optimizer import DTYPES
+from dolmen.parallel.inference_linear import Weights
 from dolmen.recipes.overrides import plain
 from dolmen.serving import adapters as multi_lora
 from dolmen.serving import engine
@@ -138,6 +140,8 @@ class Model:
     """The reason why there is no tokenizer."""
     adapters: Adapters = field(default_factory=Adapters)
     """LoRA adapters by the names given to `load`."""
+    drafts: dict[tuple[str, Weights], Decoder] = field(default_factory=dict, repr=False)
+    """The draft model that `generate` has used last, by folder and format of its weights."""
 
     @property
     def folder(self) -> Path:
@@ -383,6 +387,7 @@ def _generate(
         batch,
         special.end_token_ids(model.special_tokens),
         model.adapters,
+        _draft_model(model, config),
     )
     # no list of one sample
     results = [
@@ -390,6 +395,26 @@ def _generate(
     ]
     # ["one prompt"] returns a list
     return results[0] if len(prompts) == 1 and prompts[0] is prompt else results
+
+
+def _draft_model(model: Model, config: GenerateConfig) -> Decoder | None:
+    """Return the model of --speculative.method draft, which stays loaded for later calls until
+    another one is named; None without the option. Raises ValueError where it cannot draft.
+    """
+    names, drafts = config.speculative.models, model.drafts
+    if not names:
+        return None
+    key = names[0], config.weights
+    if key not in drafts:
+        # the draft model has to be where the model is: its logits are compared with the model's
+        mesh = replace(SINGLE, device=model.decoder.device)
+        draft = engine.load_draft(
+            open_source(names[0]), model.source.spec, mesh, weights=config.weights
+        )
+        assert draft is not None
+        drafts.clear()
+        drafts[key] = draft
+    return drafts[key]
 
 
 def _encode_prompt(model: Model, prompt: Any, adapter: str | None) -> EncodedPrompt:

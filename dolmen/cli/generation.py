@@ -155,6 +155,8 @@ def _generate_prompts(options: GenerateConfig, resolved: Resolved) -> int:
                     require_finite(output.finished)
             finally:
                 printer.end()
+        if options.speculative.method is not None:
+            say(f"speculative decoding: {engine.acceptance}", mesh.first)
         return 0
 
     return resolved.run(to_dict(options), work)

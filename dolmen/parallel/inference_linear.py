@@ -2,8 +2,9 @@
 
 Weights are prepacked once, when an engine starts:
 
-    OneDnn                fp32 in oneDNN's packed format. F.linear of a few rows takes another
-                          library, which reads 4 to 10 GB/s on one core (an EPYC), this 14 to 27.
+    OneDnn                fp32 or bf16 in oneDNN's packed format. F.linear of a few rows reads 4 to
+                          10 GB/s on one core (an EPYC) in fp32, by another library, this 14 to 27;
+                          of bf16 it reads half as much a second as this, with the same bits.
     IntegerLinear         each row of W [out, in] an int8 times a scale of its own, each row of x a
                           u8 times one (ops/int8.py). Sums of integers are exact: the bits of a row
                           of y depend neither on the other rows nor on how many there are.
@@ -71,7 +72,7 @@ class PrepackedProduct(Protocol):
 
 
 class OneDnn:
-    """Product with a weight in oneDNN's packed fp32 format. A row has the same bits in a batch of
+    """Product with a weight in oneDNN's packed format. A row has the same bits in a batch of
     any size, except for a single row of 2,048 inputs or more (torch 2.13, an EPYC).
     """
 
@@ -209,10 +210,10 @@ class Int8Rows:
 
 def prepack(weight: Tensor, kind: Weights, inputs: Axis = SINGLE.tp) -> PrepackedProduct | None:
     """Return the product with a prepacked copy of `weight` for a CPU. `kind` int8: quantised,
-    multiplied as integers where the CPU can, else dequantised. `kind` stated: fp32 in oneDNN's
-    layout, or None where that is no faster (a small weight, another dtype, no oneDNN). None for
-    what is not one matrix. `inputs`: the axis that splits the weight's inputs (row-parallel); with
-    int8 collective over it.
+    multiplied as integers where the CPU can, else dequantised. `kind` stated: fp32 or bf16 in
+    oneDNN's layout, or None where that is no faster (a small weight, no oneDNN, bf16 without
+    instructions for it). None for what is not one matrix. `inputs`: the axis that splits the
+    weight's inputs (row-parallel); with int8 collective over it.
     """
     if weight.ndim != 2 or not _gains(weight.shape[0], weight.shape[1], weight.dtype, kind):
         return None
@@ -225,10 +226,12 @@ def prepack(weight: Tensor, kind: Weights, inputs: Axis = SINGLE.tp) -> Prepacke
 
 def _gains(outputs: int, inputs: int, dtype: torch.dtype, kind: Weights) -> bool:
     """Return True if a prepacked product with a weight [outputs, inputs] is faster than F.linear's:
-    a large fp32 one where torch has oneDNN. Always for int8, as it is what the user requested.
+    a large one in fp32, or in bf16 on a CPU with instructions for it, where torch has oneDNN. Always for int8, as it is what the user requested.
     """
     large = outputs * inputs >= WORTH and min(outputs, inputs) >= ROWS
-    return kind == "int8" or large and dtype == torch.float32 and compute.can_prepack()
+    # without these instructions oneDNN has no products of bf16, or slow ones
+    fast = dtype == torch.float32 or dtype == torch.bfloat16 and compute.has_fast_bfloat16()
+    return kind == "int8" or large and fast and compute.can_prepack()
 
 
 @dataclass(frozen=True, eq=False)

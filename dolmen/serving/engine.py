@@ -136,9 +136,8 @@ def open_engine(
     model = load_placed(source, mesh, dtype, config.weights)
     low_rank = multi_lora.open_adapters(multi_lora.parse_adapters(adapters), source, mesh)
     limits = limits or Limits()
-    proposer = open_proposer(
-        config.speculative, source.spec, draft, mesh, dtype, config.weights, limits
-    )
+    draft_model = load_draft(draft, source.spec, mesh, dtype, config.weights)
+    proposer = build_proposer(config.speculative, draft_model, mesh, config.weights, limits)
     with Engine(
         model,
         stop=stop_tokens(source),
@@ -152,27 +151,39 @@ def open_engine(
         yield engine
 
 
-def open_proposer(
-    config: SpeculativeConfig,
-    target: ModelSpec,
+def load_draft(
     draft: ModelSource | None,
+    target: ModelSpec,
     mesh: Mesh = SINGLE,
     dtype: torch.dtype | None = None,
     weights: Weights = "stated",
+) -> Decoder | None:
+    """Load the model of --speculative.method draft whole on this rank, in `dtype` or that of its
+    config.json; None if there is none. Raises ValueError where it cannot draft for a model of spec
+    `target`.
+    """
+    if draft is None:
+        return None
+    check_draft(draft.spec, target)
+    return load_decoder(draft, replace(SINGLE, device=mesh.device), dtype, weights=weights)
+
+
+def build_proposer(
+    config: SpeculativeConfig,
+    draft: Decoder | None,
+    mesh: Mesh = SINGLE,
+    weights: Weights = "stated",
     limits: Limits = Limits(),
 ) -> Proposer | None:
-    """Return the proposer of drafts for a model of spec `target` on `mesh`; None without
-    --speculative.method. The `draft` model of that method is loaded whole on this rank, in `dtype`
-    or that of its config.json. Raises ValueError where it cannot draft for the target.
+    """Return the proposer of drafts for a model on `mesh`, with the `draft` model of `load_draft`;
+    None without --speculative.method.
     """
     if config.method is None:
         return None
     if config.method == "ngram":
         return NgramProposer(config)
     assert draft is not None, "the options name a draft model"
-    check_draft(draft.spec, target)
-    model = load_decoder(draft, replace(SINGLE, device=mesh.device), dtype, weights=weights)
-    return DraftModel(config, model, mesh, weights, limits)
+    return DraftModel(config, draft, mesh, weights, limits)
 
 
 def run_whole(

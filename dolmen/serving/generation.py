@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from dolmen.conversion.source import ModelSource, open_source
+from dolmen.conversion.source import ModelSource
 from dolmen.core.mesh import SINGLE
 from dolmen.core.messages import brief
 from dolmen.data.tokenizer import PreTrainedTokenizer
@@ -290,12 +290,14 @@ def generate_samples(
     batch: int = engine.AT_ONCE,
     ends: Collection[int] = (),
     adapters: Adapters | None = None,
+    draft: Decoder | None = None,
 ) -> list[list[Generated]]:
     """Return for each prompt its `config.num_samples` completions, in order.
 
     Sequences end at stop strings, at the EOS tokens of the source and at `ends`; with a tokenizer,
     only its ids are sampled. `batch`: most sequences at once. `adapters`: LoRA adapters that
-    prompts name. Raises ValueError as `Engine.add`, and for logits that are not finite.
+    prompts name. `draft`: the model of --speculative.method draft. Raises ValueError as
+    `Engine.add`, and for logits that are not finite.
     """
     if batch < 1:
         raise ValueError(f"batch is {batch}: it must be at least 1")
@@ -306,13 +308,8 @@ def generate_samples(
     stop = engine.stop_tokens(source) | {*ends}
     # all requests are queued at once: the engine admits `batch` of them
     limits = Limits(rows=batch, tokens=config.max_batch_tokens)
-    names = config.speculative.models
-    draft = open_source(names[0]) if names else None
-    # the draft model has to be where the model is: its logits are compared with the model's
     mesh = replace(SINGLE, device=model.device)
-    proposer = engine.open_proposer(
-        config.speculative, model.spec, draft, mesh, weights=config.weights, limits=limits
-    )
+    proposer = engine.build_proposer(config.speculative, draft, mesh, config.weights, limits)
     with Engine(
         model,
         stop=stop,

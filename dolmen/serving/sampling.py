@@ -224,10 +224,7 @@ def keep_top_p(
     """
     wide = scores.double()
     total = wide.logsumexp(-1, keepdim=True)
-    # to order them all takes ten times as long: 263 ms of a core for 32 rows of 32,000, and 30
-    best = wide.topk(min(NUCLEUS, scores.shape[-1]), -1).values
-    if not bool(((best - total).exp().sum(-1) >= p).all()):
-        best = wide.sort(-1, descending=True).values
+    best = _nucleus(wide, total, p) if wide.is_cpu else wide.sort(-1, descending=True).values
     probability = (best - total).exp()
     before = probability.cumsum(-1) - probability
     before[:, 0] = 0.0  # the most likely token stays, however small p is
@@ -236,6 +233,19 @@ def keep_top_p(
     above, level = wide > least, wide == least
     room = count - above.sum(-1, keepdim=True)
     return scores.masked_fill(~(above | level & (level.cumsum(-1) <= room)), -math.inf)
+
+
+def _nucleus(
+    wide: Float[Tensor, "rows vocabulary"], total: Float[Tensor, "rows 1"], p: float
+) -> Float[Tensor, "rows likeliest"]:
+    """Return the largest logits of each row in order, as many as have probability p or more.
+
+    On a CPU it takes a tenth of the time of ordering them all: 30 ms of a core for 32 rows of
+    32,000. On a GPU the host would have to wait to see whether there are enough.
+    """
+    best = wide.topk(min(NUCLEUS, wide.shape[-1]), -1).values
+    enough = bool(((best - total).exp().sum(-1) >= p).all())
+    return best if enough else wide.sort(-1, descending=True).values
 
 
 def keep_min_p(

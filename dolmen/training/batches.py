@@ -30,7 +30,7 @@ from dolmen.rl.rewards import (
     parse_rewards,
 )
 from dolmen.rl.rollout import delete_rollouts
-from dolmen.serving.engine import open_proposer, stop_tokens
+from dolmen.serving.engine import build_proposer, load_draft, stop_tokens
 from dolmen.training import reference
 from dolmen.training.config import RunConfig
 from dolmen.training.resolve import ResolvedRun
@@ -106,10 +106,8 @@ def rollout_batches(
         open_environment(run, loader, mesh) as turns,
         _ending(),
     ):
-        proposer = open_proposer(
-            *(run.rollout.speculative, run.spec, resolved.draft, generator.mesh),
-            DTYPES[run.train.dtype],
-        )
+        draft = load_draft(resolved.draft, run.spec, generator.mesh, DTYPES[run.train.dtype])
+        proposer = build_proposer(run.rollout.speculative, draft, generator.mesh)
         models = RolloutModels(state.model, generator, reference_model, proposer)
         setup = RolloutSetup(
             mesh,

@@ -29,6 +29,7 @@ from dolmen.cli.runs import parse_run
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import process_group_context
 from dolmen.recipes.overrides import build_request
+from dolmen.serving import engine
 from dolmen.training import loop
 from dolmen.training.request import read_run
 
@@ -198,6 +199,18 @@ def test_export_and_verify(run, tmp_path):
         with pytest.raises(ValueError, match=said):
             call()
     assert not (tmp_path / "x").exists()
+
+
+def test_a_draft_model_stays_loaded(material, monkeypatch):
+    model = dolmen.load(material.model)
+    loaded, load = [], engine.load_decoder
+    monkeypatch.setattr(
+        engine, "load_decoder", lambda *a, **k: loaded.append(a[0].where) or load(*a, **k)
+    )
+    options = dict(max_new_tokens=8, speculative=dict(method="draft", model=str(material.model)))
+    texts = [model.generate("abc abc", **options).text for _ in range(2)]
+    assert texts == [model.generate("abc abc", max_new_tokens=8).text] * 2
+    assert loaded == [material.model]
 
 
 def test_generate(material):

@@ -99,6 +99,9 @@ def test_drafts_change_no_row(material, tmp_path):
         assert told.code == 0, told.err
         assert read(tmp_path / method[0]) == plain
         assert "speculative decoding: accepted " in told.err
+        of_prompt = dolmen(*words[:2], "--prompt", "abc abc ", *words[4:], *method)
+        assert of_prompt.code == 0, of_prompt.err
+        assert "speculative decoding: accepted " in of_prompt.err
     refused = dolmen("generate", material.model, "--prompt", "a", "--speculative.method", "draft")
     assert refused.code == 2 and "method draft needs a model" in refused.err
 

@@ -9,6 +9,7 @@ import torch
 from tiny_models import Flat, build, initialize, load, tiny
 
 from dolmen.core.mesh import SINGLE
+from dolmen.core.torch_private import compute
 from dolmen.model import head
 from dolmen.model.build import load_inference_weights, place
 from dolmen.model.layers import ParameterModule
@@ -49,6 +50,23 @@ def test_a_product_is_that_of_the_weight(rows, biased):
     assert got.shape == want.shape
     # fp32 sums of 192 products
     assert (got - want).norm() < 1e-6 * want.norm()
+
+
+@pytest.mark.skipif(not compute.has_fast_bfloat16(), reason="the CPU has no products of bf16")
+@pytest.mark.parametrize("rows", [1, 4, 70])
+def test_a_product_of_bfloat16_has_the_bits_of_torch(rows):
+    x, weight, bias = (t.bfloat16() for t in factors(rows))
+    product = inference_linear.prepack(weight, "stated")
+    assert isinstance(product, inference_linear.OneDnn)
+    for added in (bias, None):
+        assert torch.equal(product(x, added), torch.nn.functional.linear(x, weight, added))
+
+
+def test_a_cpu_without_products_of_bfloat16_packs_none(monkeypatch):
+    monkeypatch.setattr(compute, "has_fast_bfloat16", lambda: False)
+    weight = factors(1)[1]
+    assert inference_linear.prepack(weight.bfloat16(), "stated") is None
+    assert inference_linear.prepack(weight, "stated") is not None
 
 
 def test_int8_is_the_nearest_of_each_row():
