@@ -226,7 +226,8 @@ def prepack(weight: Tensor, kind: Weights, inputs: Axis = SINGLE.tp) -> Prepacke
 
 def _gains(outputs: int, inputs: int, dtype: torch.dtype, kind: Weights) -> bool:
     """Return True if a prepacked product with a weight [outputs, inputs] is faster than F.linear's:
-    a large one in fp32, or in bf16 on a CPU with instructions for it, where torch has oneDNN. Always for int8, as it is what the user requested.
+    a large one in fp32, or in bf16 on a CPU with instructions for it, where torch has oneDNN.
+    Always for int8, as it is what the user requested.
     """
     large = outputs * inputs >= WORTH and min(outputs, inputs) >= ROWS
     # without these instructions oneDNN has no products of bf16, or slow ones

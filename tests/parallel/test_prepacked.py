@@ -242,7 +242,7 @@ LEAVES = {
 @pytest.mark.parametrize("changed", LEAVES)
 def test_nothing_is_kept_of_what_has_changed(changed):
     """Where what a rank multiplies by are copies, as of a part that tp does not divide."""
-    part = ParameterModule(LEAVES, mine=torch.clone)
+    part = ParameterModule(LEAVES, local_rows=torch.clone)
 
     def asked() -> Linear:
         with torch.no_grad():
