@@ -134,6 +134,8 @@ RULES = {
         "return f(a, a)": [],
         "return f(*a, b)": [],
         "return isinstance(a, int)": [],
+        "return min(a, 1)": [],
+        "return x.amin(a, 1)": ["return x.amin(1, a)"],
     },
     "negate": {
         "if a: f(b)": ["if not (a): f(b)"],

@@ -3,7 +3,7 @@
     comparison   < and <=, > and >=, == and !=, is and is not, in and not in
     arithmetic   + and -, * and /, // and *, % and //, ** and *, & and |, << and >>; -x and x
     constant     a number more or less by one; True and False
-    swap         two neighbouring positional arguments
+    swap         two neighbouring positional arguments, but not of min(a, b) and other SYMMETRIC
     negate       the condition of if, while, x if y else z, or of a comprehension
     drop         a call, an assignment of what has a value already, raise, del, continue, break
     axis         another mesh axis; another dim where an argument or `shape[...]` is one
@@ -58,6 +58,7 @@ DIM_PLACES = {  # methods of torch -> which of their positional arguments are di
 }
 OPPOSITE = {"min": "max", "amin": "amax", "argmin": "argmax", "minimum": "maximum", "MIN": "MAX"}
 OPPOSITE |= {high: low for low, high in OPPOSITE.items()}
+SYMMETRIC = {*OPPOSITE, "equal", "gcd", "lcm", "hypot", "logaddexp"} - {"argmin", "argmax"}
 REPORTS = {"print", "warn", "say", "note", "report", "debug", "info", "warning", "error"}
 """Functions and methods whose calls only tell a person something."""
 TYPE_TESTS = {"isinstance", "issubclass", "cast", "hasattr", "getattr"}
@@ -320,7 +321,10 @@ class _Function:
         for left, right in zip(node.args, node.args[1:], strict=False):
             sources = self._source(left), self._source(right)
             starred = isinstance(left, ast.Starred) or isinstance(right, ast.Starred)
-            if sources[0] != sources[1] and not starred:
+            # else a tensor and a dim
+            both = isinstance(node.func, ast.Name) or _integer(right) is None
+            symmetric = name in SYMMETRIC and both
+            if sources[0] != sources[1] and not starred and not symmetric:
                 (start, first_end), (last_start, end) = self._span(left), self._span(right)
                 between = self.text[first_end:last_start]
                 self._add("swap", left.lineno, (start, end), sources[1] + between + sources[0])
