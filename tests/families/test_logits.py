@@ -5,7 +5,7 @@ sequence longer than its window and its first context.
 import measure
 import pytest
 import torch
-from tiny import CASES, build, save
+from tiny import CASES, TIERED, build, save
 
 from dolmen.conversion.source import open_source
 from dolmen.model import head
@@ -80,7 +80,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}
     [pytest.param(torch.float32, marks=pytest.mark.full), torch.float64],
     ids=str,
 )
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TIERED)
 def test_loss_and_gradients(case, dtype, tmp_path):
     found = measure.gradients(case, dtype, tmp_path)
     assert found.loss < TOLERANCE[dtype]
@@ -89,7 +89,7 @@ def test_loss_and_gradients(case, dtype, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TIERED)
 @torch.no_grad()
 def test_greedy_text(case, tmp_path):
     """With a cache there as here."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from spawning import Row, made_once
 from table import SINGLE, VOCABULARY, Layout, Run, batches, differences, start, updates
-from tiny import CASES, config_of
+from tiny import CASES, REPEATED, config_of
 from tiny_models import Tiny
 
 from dolmen.core import state
@@ -76,15 +76,16 @@ def compared(case: str, layout: Layout) -> dict[str, tuple[float, str]] | str:
 FIRST = list({(one.model_type, one.plain): case for case, one in reversed(CASES.items())}.values())
 """The first case of each family."""
 SHORT = {(case, "pp2 acc4" if i % 2 else "cp2") for i, case in enumerate(FIRST)}
-"""Every case is split over tp, by heads and widths of its own. Between blocks and over a sequence,
-which most share, each family is split once: every second over pp, the others over cp.
+"""Over tp a case is split by heads and widths of its own, so only those of REPEATED are left to
+--full. Between blocks and over a sequence, which most share, each family is split once: every
+second over pp, the others over cp.
 """
 ROWS = [
     Row(
         f"{case}-{layout}",
         layout.world,
         partial(compared, case, replace(layout)),
-        full=layout.tp == 1 and (case, str(layout)) not in SHORT,
+        full=case in REPEATED if layout.tp > 1 else (case, str(layout)) not in SHORT,
     )
     for case in CASES
     for layout in LAYOUTS

@@ -5,6 +5,7 @@ family tests.
 import contextlib
 import io
 
+import pytest
 import torch
 import transformers
 from cases import Case, collected
@@ -253,6 +254,21 @@ OWN = {
     "falcon-one-after-the-other": ("falcon", FALCON | dict(parallel_attn=False)),
 }
 CASES = {name: Case(*case) for name, case in OWN.items()} | collected()
+REPEATED = set(
+    """
+    bloom-post bloom-uneven-heads chatglm-untied falcon-classic-parallel gemma-biased
+    gemma2-uncapped gpt-bigcode-heads gpt-neo-local gpt2-untied gptj-tied granite-tied llama-mha
+    llama-yarn mistral-window mixtral-window mpt-narrow mpt-uneven-heads olmo-clipped
+    opt-without-last-norm phi-norms qwen2-moe-steps qwen2-window qwen3-moe-dense qwen3-window
+    starcoder2-plain
+    """.split()
+)
+"""Cases that execute no line of dolmen which the others do not. Their configs, weights and logits
+are tested as all are; gradients, texts and layouts with --full.
+"""
+TIERED = [
+    pytest.param(case, marks=pytest.mark.full) if case in REPEATED else case for case in CASES
+]
 
 
 def build(case, **changed):

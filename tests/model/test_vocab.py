@@ -71,28 +71,23 @@ def step(config, mesh, sequence=False) -> tuple[float, dict[str, torch.Tensor], 
 
 
 def compare(dp: int, tp: int) -> list[float]:
-    """For each case of this tp, plain and sequence parallel: the largest difference from one
-    process. The last of them has soft-capped logits.
+    """For each case of this tp, the second and fourth sequence parallel: the largest difference
+    from one process. The last of them has soft-capped logits.
     """
     out = []
-    for case in CASES[tp]:
+    for number, case in enumerate(CASES[tp]):
         config = sized(*case, qk_norm=case[2] != 2)
         if case == CASES[tp][-1]:
             config = capped(config, 0.5)
         want_loss, want, want_logits = step(config, SINGLE)
-        for sequence in (False, True):
-            got_loss, got, logits = step(
-                config, meshes.build_mesh(dp, tp, torch.device("cpu")), sequence
-            )
-            off = [
-                abs(got_loss / want_loss - 1),
-                float((logits - want_logits).abs().max() / want_logits.abs().max()),
-            ]
-            out.append(
-                max(
-                    off + [float((got[n] - g).abs().max() / g.abs().max()) for n, g in want.items()]
-                )
-            )
+        mesh = meshes.build_mesh(dp, tp, torch.device("cpu"))
+        got_loss, got, logits = step(config, mesh, sequence=number % 2 == 1)
+        off = [
+            abs(got_loss / want_loss - 1),
+            float((logits - want_logits).abs().max() / want_logits.abs().max()),
+            *(float((got[n] - g).abs().max() / g.abs().max()) for n, g in want.items()),
+        ]
+        out.append(max(off))
     return out
 
 
@@ -109,7 +104,7 @@ def four() -> dict[int, list[float]]:
 def test_any_vocabulary_and_any_number_of_key_value_heads(tp):
     """fp64, but rope rounds to fp32: a difference of 1e-16 before it may come out as 1e-7."""
     differences = run_spawned(3, compare, 1, 3) if tp == 3 else four()[tp]
-    assert len(differences) == 8 and max(differences) < 1e-6, differences
+    assert len(differences) == 4 and max(differences) < 1e-6, differences
 
 
 def shaped(config, tp, rank=0) -> Decoder:

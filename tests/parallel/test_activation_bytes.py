@@ -297,7 +297,10 @@ NORMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("norms", NORMS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("t", "sequence"), SPLITS[:3])
+@pytest.mark.parametrize(
+    ("t", "sequence"),
+    [*(pytest.param(t, False, marks=pytest.mark.full) for t in (1, 4)), (4, True)],
+)
 def test_norms_of_queries_and_keys(t, sequence, kind, norms):
     """Two numbers per token of queries and keys over their width, two per head of layernorm."""
     layout, config = Layout(tp=t, sequence_parallel=sequence, recompute=kind), NORMS[norms]

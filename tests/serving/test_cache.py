@@ -143,7 +143,7 @@ def test_pages_follow_from_lengths(size):
     are those that the lengths fill, and the pool is no larger than it has to be.
     """
     chance, table, lengths, moves = random.Random(size), BlockTable(size), {}, 0
-    for step in range(2000):
+    for step in range(800):
         ending = [t for t in lengths if chance.random() < (0.02 if step % 400 < 300 else 0.5)]
         for text in ending:
             table.remove(text)

@@ -14,12 +14,12 @@ from dolmen.serving.engine import generate
 PROMPT, DRAWS = [5, 6, 7], 3000
 # (temperature, top_k, top_p)
 SETTINGS = [
-    (1.0, None, None),
-    (0.5, None, None),
-    (2.0, None, None),
-    (1.0, 4, None),
     (1.5, None, 0.6),
     (0.7, 9, 0.8),
+    pytest.param(1.0, None, None, marks=pytest.mark.full),
+    pytest.param(0.5, None, None, marks=pytest.mark.full),
+    pytest.param(2.0, None, None, marks=pytest.mark.full),
+    pytest.param(1.0, 4, None, marks=pytest.mark.full),
 ]
 
 

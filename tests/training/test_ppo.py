@@ -150,7 +150,15 @@ def killed(whole: Path, out: Path, step: int, drew: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step, drew", [(2, True), (4, False), (4, True), (7, True)])
+@pytest.mark.parametrize(
+    "step, drew",
+    [
+        (4, False),
+        (4, True),
+        pytest.param(2, True, marks=pytest.mark.full),
+        pytest.param(7, True, marks=pytest.mark.full),
+    ],
+)
 def test_killed_anywhere_it_goes_on_bitwise(whole, material, prompts, tmp_path, step, drew):
     """Both models, both optimizers, what is drawn next, and the coefficient of the KL."""
     out = tmp_path / "run"

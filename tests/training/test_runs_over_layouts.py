@@ -143,18 +143,25 @@ def test_resumed_at_another_layout(spawned, i, layout):
     assert all(0.05 < gib < 64 for row in held for gib in row)
 
 
-@pytest.mark.parametrize("i", range(len(LAYOUTS)))
-def test_saved_at_another_layout(spawned, material, i, tmp_path):
+def last_losses(material: Material, saved: Path, out: Path) -> list[float]:
+    """Of the two steps with which one process resumes a copy of a run of six steps."""
+    shutil.copytree(saved, out)
+    train(material, out, resumed=True, optimizer=SLOW, train={"steps": 8})
+    return [loss for _, loss, _ in losses(out)[6:]]
+
+
+@pytest.fixture(scope="module")
+def whole_losses(half, material, tmp_path_factory):
+    return last_losses(material, half / "whole", tmp_path_factory.mktemp("eight") / "out")
+
+
+@pytest.mark.parametrize(
+    "i", [pytest.param(i, marks=[pytest.mark.full] * (i in (0, 2))) for i in range(len(LAYOUTS))]
+)
+def test_saved_at_another_layout(spawned, material, whole_losses, i, tmp_path):
     """And one process goes on from what two saved, as from its own."""
-    out = tmp_path / "out"
-    shutil.copytree(spawned / f"resumed{i}", out)
-    shutil.copytree(spawned / "whole", tmp_path / "whole")
-    for folder in (out, tmp_path / "whole"):
-        train(material, folder, resumed=True, optimizer=SLOW, train={"steps": 8})
-    for (_, loss, _), (_, want, _) in zip(
-        losses(out)[6:], losses(tmp_path / "whole")[6:], strict=True
-    ):
-        assert abs(loss / want - 1) < 1e-6
+    found = last_losses(material, spawned / f"resumed{i}", tmp_path / "out")
+    assert len(found) == 2 and found == pytest.approx(whole_losses, rel=1e-6)
 
 
 @pytest.mark.parametrize("name", ("2-1", "1-1", "2-0"))
