@@ -17,6 +17,8 @@ from dolmen.comparison.config import DiffConfig
 from dolmen.comparison.recording import merge_ranks
 from dolmen.conversion import hf_export
 from dolmen.core import consensus
+from dolmen.core.environment import Launch
+from dolmen.core.messages import BadInput
 from dolmen.model.layout import Layout
 
 INSIDE = "attn_norm attn.q attn.k attn.v attn.query attn.key attn.value attn.scores attn.sums attn"
@@ -200,6 +202,12 @@ def test_a_window_that_is_not_filled_is_told_of_either_side(side, folder, tmp_pa
     names = [str(made), str(folder)]
     both = diff.open_sides(DiffConfig(*(names if side == "A" else names[::-1]), length=8))
     assert any("is shorter than the sliding window of 16" in line for line in diff._notes(both))
+
+
+def test_it_starts_its_processes_itself(monkeypatch):
+    monkeypatch.setattr(diff.process, "read_launch", lambda: Launch(0, 2, 0, 2))
+    with pytest.raises(BadInput, match="run it without torchrun or srun"):
+        diff.diff(DiffConfig("not", "read"))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import argparse
 import shutil
 import threading
 from hashlib import sha256
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -320,6 +321,12 @@ def test_what_is_not_the_same_is_seen_and_not_left(folders, tmp_path, monkeypatc
     with pytest.raises(convert.Unlike, match=r"layers\.\d\.mlp\.gate\.weight has changed in"):
         run(where / "llama", tmp_path / "out", "megatron", tp=2)
     assert not any(tmp_path.iterdir())
+
+
+def test_a_parameter_that_one_of_two_models_lacks_is_named():
+    source = SimpleNamespace(specs=dict.fromkeys("gfedcba"), where="A")
+    with pytest.raises(convert.Unlike, match=r"has other parameters than A: \['a', 'b', 'c'\]"):
+        next(convert.compare_weights(source, SimpleNamespace(specs={"g": None})))
 
 
 def test_other_logits_are_seen(folders, tmp_path):

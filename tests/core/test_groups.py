@@ -3,6 +3,8 @@ build of torch does not have, is a class that keeps what it is given.
 """
 
 import os
+import sys
+from contextlib import suppress
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -21,6 +23,17 @@ from dolmen.launch.watchdog import PATIENT, network_limit
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 CUDA, HOUR = torch.device("cuda", 0), timedelta(hours=1)
+
+
+@pytest.mark.parametrize("error", [None, KeyError("a bug")])
+def test_a_lone_process_leaves_its_group(error):
+    """After an error too: nobody waits for it, and the next run in this process joins anew."""
+    hook = sys.excepthook
+    with suppress(KeyError), mesh.process_group_context(None, torch.device("cpu")):
+        assert dist.get_world_size() == 1
+        if error is not None:
+            raise error
+    assert not dist.is_initialized() and sys.excepthook is hook
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ alone or among 200 others.
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -19,6 +20,7 @@ from dolmen.conversion import peft
 from dolmen.conversion.source import open_source
 from dolmen.serving.config import SpeculativeConfig
 from dolmen.serving.engine import Engine, NgramProposer
+from dolmen.serving.http import loop
 from dolmen.serving.request import Request, SamplingParams
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -26,6 +28,7 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 PROMPTS = ["abc def", "hij", "a b c d e f g h i j", "jjj"]
 HELLO = [{"role": "system", "content": "ab"}, {"role": "user", "content": "cd"}]
 WARM = dict(temperature=1.3, seed=7, max_tokens=24)
+TIMED = ("first_token", "request")  # dolmen_..._seconds
 
 
 @pytest.fixture(scope="module")
@@ -294,6 +297,21 @@ def test_models_health_and_metrics(service, client):
     finally:
         service.engine._proposer = None
     assert 0 < number("dolmen_spec_decode_num_accepted_tokens_total") <= number(drafts)
+
+
+def test_a_request_is_timed_from_its_start(monkeypatch):
+    """First token and end, by a clock that is set; a token after the first is counted alone."""
+    clock = iter((10.0, 12.0, 17.0))
+    monkeypatch.setattr(loop, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    metrics = loop.ServerMetrics()
+    timer = loop.RequestTimer(metrics)
+    timer.token()
+    timer.token()
+    timer.end("/v1/completions", 200)
+    sums = [metrics.registry.get_sample_value(f"dolmen_{name}_seconds_sum") for name in TIMED]
+    counts = [metrics.registry.get_sample_value(f"dolmen_{name}_seconds_count") for name in TIMED]
+    assert sums == [2.0, 7.0] and counts == [1, 1]
+    assert metrics.registry.get_sample_value("dolmen_generated_tokens_total") == 2
 
 
 def test_generation_config_says_what_a_request_leaves_open(model, tmp_path, alone):

@@ -2,6 +2,7 @@
 there, or by the variables of a launcher.
 """
 
+import errno
 import json
 import os
 import signal
@@ -15,8 +16,14 @@ from spawning import run_spawned
 from tinyrun import rows
 
 import dolmen
+from dolmen.checkpoint.folders import Damaged
+from dolmen.checkpoint.store import NotSaved
+from dolmen.core.determinism import NotDeterministic
+from dolmen.core.messages import BadInput, Failed
+from dolmen.files.storage import StorageError
 from dolmen.training import worker as workers
 from dolmen.training.checks.run import usable_processes
+from dolmen.training.folder import Unusable
 
 material = tinyrun.material
 QUIET = {"log.validate_every": 0, "optimizer.schedule": "constant"}
@@ -128,3 +135,25 @@ def test_errors_have_types(material, tmp_path, launched, monkeypatch):
     monkeypatch.delenv("RANK")
     with pytest.raises(ValueError, match="start this program with torchrun or srun"):
         dolmen.worker(file, out=out)
+
+
+@pytest.mark.parametrize(
+    "error, raised, final",
+    [
+        (Damaged("a shard"), BadInput, None),
+        (Unusable("a folder"), BadInput, None),
+        (NotSaved("a step"), Failed, False),
+        (StorageError("a bucket"), Failed, False),
+        (FloatingPointError("a loss"), Failed, True),
+        (NotDeterministic("an operator"), Failed, True),
+        *((OSError(number, "a disk"), Failed, False) for number in workers.OUTSIDE),
+        (OSError(errno.EBADF, "a bug"), OSError, None),
+        (KeyError("a bug"), KeyError, None),
+    ],
+    ids=str,
+)
+def test_what_is_no_bug_is_told_without_a_traceback(error, raised, final, tmp_path):
+    with pytest.raises(raised) as caught, workers.explain_errors(tmp_path):
+        raise error
+    assert type(caught.value) is raised and getattr(caught.value, "final", None) is final
+    assert error.args[-1] in str(caught.value)
