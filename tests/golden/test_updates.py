@@ -137,8 +137,8 @@ def summed_again(patch):
     """Every rank of dp has summed the momentum, which is of the summed gradient already."""
     init, step = muon.Muon.__init__, muon.Muon.step
 
-    def made(self, parameters, config, mesh):
-        init(self, parameters, config, mesh)
+    def made(self, parameters, config, mesh, exact):
+        init(self, parameters, config, mesh, exact)
         self.axis = mesh.dp
 
     def wrong(self):

@@ -158,13 +158,13 @@ def unrounded(right):
 def one_after_the_other(right):
     """What attention makes enters the feed-forward layer."""
 
-    def stream(block, x, given, cache=None):
-        for part, options in ((block.attn, (given, cache)), (block.mlp, (given,))):
+    def compute(block, x, inputs, cache=None):
+        for part, options in ((block.attn, (inputs, cache)), (block.mlp, (inputs,))):
             (entered,) = component.enter([part], block.norm(x))
             x = x + component.leave([part], [part.inner(entered, *options)])
         return x
 
-    return stream
+    return compute
 
 
 def norms_exchanged(right):
@@ -213,15 +213,17 @@ FAULTS = [
           lambda right: torch.nn.functional.gelu),
     Fault("biases moved the other way", "bias-balance", balance, "_move",
           argument(2, lambda rate: -rate)),
-    Fault("biases moved in a skipped step", "not-finite-bias-balance", balance, "move",
+    Fault("biases moved in a skipped step", "not-finite-bias-balance", balance,
+          "update_router_bias",
           lambda right: lambda model, tallies, update: right(model, tallies, True)),
     Fault("Adam's count taken from the step", "resumed-not-finite", optimizer, "set_step",
           argument(1, lambda updates: updates + 2)),
     Fault("spikes forgotten by a checkpoint", "resumed-spike", SpikePolicy, "load",
           lambda right: lambda self, norms: None),
     Fault("data of another seed", "seed-1", mixture, "seed_of", argument(0, lambda seed: 0)),
-    Fault("one after the other", "falcon-7b", block.ParallelBlock, "stream", one_after_the_other),
-    Fault("norms of the other side", "falcon-40b", block.ParallelBlock, "entered", norms_exchanged),
+    Fault("one after the other", "falcon-7b", block.ParallelBlock, "compute", one_after_the_other),
+    Fault("norms of the other side", "falcon-40b", block.ParallelBlock, "enter_branches",
+          norms_exchanged),
     Fault("slopes of the last head first", "bloom", score_bias, "alibi_slopes",
           lambda right: lambda heads: right(heads)[::-1]),
     Fault("steps of ALiBi not rounded", "falcon-rw", score_bias, "alibi_key_bias", unrounded),

@@ -90,9 +90,10 @@ CASES = {
     "sparse layers, one kernel, recomputed": Case(
         2, replace(CONFIG, **EXPERTS), Layout(recompute="full"), kernels=KERNEL, sharded=False
     ),
-    # router and experts are units of their own: up to each, within each, and after
+    # router and experts are units of their own: up to each, within each, and after, where the rest
+    # of each function that calls them is a program
     "sparse layers, one kernel, zero 3": Case(
-        7, replace(CONFIG, **EXPERTS), Layout(zero=3), kernels=KERNEL
+        9, replace(CONFIG, **EXPERTS), Layout(zero=3), kernels=KERNEL
     ),
     # what enters the first layer is frozen
     "adapters": Case(3, adapted(CONFIG)),
@@ -157,9 +158,12 @@ def batch(sequences: int, documents: bool) -> Batch:
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
-    """Without dropout, as in validation, attention has passes that a C++ compiler makes."""
+    """Without dropout, as in validation, attention has passes that a C++ compiler makes, and so it
+    has outside a program.
+    """
     tier = [] if name in SHORT else [pytest.mark.full]
-    return tier + ([pytest.mark.spawn] if CASES[name].validated else [])
+    spawns = CASES[name].validated or CASES[name].kernels == KERNEL
+    return tier + ([pytest.mark.spawn] if spawns else [])
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
