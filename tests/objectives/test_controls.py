@@ -83,8 +83,15 @@ def learned(recipe: str, name: str, seed: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.full) for s in (1, 2))])
-@pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.parametrize("recipe", UNHELD)
+@pytest.mark.parametrize(
+    "recipe, name",
+    [
+        # a shift or a shuffle is the same for both: of PPO with --full
+        pytest.param(r, name, marks=[pytest.mark.full] * (r == "ppo" and name in FAULTS[1:3]))
+        for r in UNHELD
+        for name in FAULTS
+    ],
+)
 def test_a_reward_grows_within_its_bound_but_for_a_fault(recipe, name, seed):
     times, kl = learned(recipe, name, seed)
     assert (times > TIMES and kl < BOUND) == (name == "sound"), (times, kl)

@@ -61,8 +61,9 @@ LLAMA = Flat(**SIZES, num_key_value_heads=4, intermediate_size=FFN)
 # one key-value head: whole on every rank
 QWEN = replace(LLAMA, num_key_value_heads=1, qk_norm=True)
 KINDS = ("none", "selective", "full")
+SHORT = {(1, False), (4, True)}  # tp, and whether sequences are split: the others with --full
 SPLITS = [
-    pytest.param(tp, sequence, marks=[pytest.mark.full] * (tp in (2, 8)))
+    pytest.param(tp, sequence, marks=[pytest.mark.full] * ((tp, sequence) not in SHORT))
     for tp, sequence in ((1, False), *((tp, sp) for tp in (4, 2, 8) for sp in (False, True)))
 ]
 
@@ -297,10 +298,7 @@ NORMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("norms", NORMS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("t", "sequence"),
-    [*(pytest.param(t, False, marks=pytest.mark.full) for t in (1, 4)), (4, True)],
-)
+@pytest.mark.parametrize(("t", "sequence"), SPLITS[1:3])
 def test_norms_of_queries_and_keys(t, sequence, kind, norms):
     """Two numbers per token of queries and keys over their width, two per head of layernorm."""
     layout, config = Layout(tp=t, sequence_parallel=sequence, recompute=kind), NORMS[norms]
