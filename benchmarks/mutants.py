@@ -6,6 +6,7 @@ see.
     python -m benchmarks.mutants --sample 10 --fresh     ten drawn by --seed, whatever is known
     python -m benchmarks.mutants --record tests/ops      record which tests execute which line
     python -m benchmarks.mutants --automatic 40 --seed 1 2    faults made by rule, 40 of each seed
+    python -m benchmarks.mutants --repeated 20           cases that execute the lines of others
 
 The tests that any fault names run first, without a fault, and must pass. Then each fault is put
 into a copy of the tree, and the tests that it names run there, up to the first that fails.
@@ -167,6 +168,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--ignore", nargs="+", default=[], help="of --record, files left out")
     parser.add_argument("--automatic", type=int, help="so many faults made by rule, of each seed")
+    parser.add_argument("--repeated", type=int, help="list so many tests whose cases repeat")
     parser.add_argument("--tests", type=int, default=40, help="at most, of a fault made by rule")
     parser.add_argument("--seed", type=int, nargs="+", default=[0], help="of the draw")
     parser.add_argument("--workers", type=int, default=2, help="processes, each with a copy")
@@ -270,6 +272,16 @@ def score_automatic(given: argparse.Namespace) -> int:
     return int(bool(wrong) or equivalent > automatic.EQUIVALENT_SHARE * len(drawn))
 
 
+def print_repeated(most: int) -> None:
+    """Print the test functions in which most CPU time goes into cases that execute no line which
+    other cases of the function do not: what belongs to the full tier, or says why not.
+    """
+    found = record.read().repeated()
+    for function, (seconds, tests) in list(found.items())[:most]:
+        cases = ", ".join(test.partition("[")[2].removesuffix("]") for test in tests)
+        print(f"{seconds:6.1f} s of {len(tests)} cases of {function}: {cases[:200]}")
+
+
 def main() -> int:
     given = arguments()
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -279,6 +291,9 @@ def main() -> int:
         ).seconds.values()
         print(f"{tests}: {len(seconds)} tests of {sum(seconds):.0f} CPU s, in {record.FOLDER}")
     if given.record:
+        return 0
+    if given.repeated:
+        print_repeated(given.repeated)
         return 0
     return score_automatic(given) if given.automatic else score_list(given, Console())
 

@@ -334,6 +334,14 @@ def test_tests_of_a_line_are_the_fastest_of_each_function_first(tmp_path):
         record.read(tmp_path)
 
 
+def test_cases_that_execute_the_lines_of_others_are_repeated():
+    """The cheapest of a function is never: `c[3]` has the lines of two others together."""
+    seconds = {"a": 1.0, "b[1]": 0.5, "b[2]": 2.0, "c[1]": 0.1, "c[2]": 0.2, "c[3]": 0.3}
+    lines = {1: {"a", "b[1]", "b[2]", "c[1]", "c[3]"}, 2: {"c[2]", "c[3]"}, 3: {"b[1]"}}
+    known = Record(seconds, {}, {"dolmen/ops/norm.py": lines})
+    assert list(known.repeated().items()) == [("b", (2.0, ["b[2]"])), ("c", (0.3, ["c[3]"]))]
+
+
 @pytest.mark.full
 @pytest.mark.spawn
 def test_a_recorded_run_knows_the_rows_of_spawned_ranks(tmp_path):

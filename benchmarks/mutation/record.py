@@ -74,6 +74,30 @@ class Record:
         ]
         return tuple(test for *_, test in sorted(order)[:most])
 
+    def repeated(self) -> dict[str, tuple[float, list[str]]]:
+        """Test function -> CPU seconds and node ids of the cases that execute no line which its
+        other cases, cheaper ones first, do not; the most seconds first.
+        """
+        lines: dict[str, set[tuple[str, int]]] = {test: set() for test in self.seconds}
+        for file, known in self.lines.items():
+            for line, tests in known.items():
+                for test in tests:
+                    lines[test].add((file, line))
+        cases: dict[str, list[str]] = defaultdict(list)
+        for test in sorted(self.seconds, key=lambda test: (self.seconds[test], test)):
+            cases[test.partition("[")[0]].append(test)
+        found = {}
+        for function, tests in cases.items():
+            seen: set[tuple[str, int]] = set()
+            left = []
+            for test in tests:
+                if seen and lines[test] <= seen:
+                    left.append(test)
+                seen |= lines[test]
+            if left:
+                found[function] = sum(self.seconds[test] for test in left), left
+        return dict(sorted(found.items(), key=lambda row: -row[1][0]))
+
     def save(self, path: Path) -> None:
         """Write it as gzipped JSON; lines name tests by their place in the list of tests."""
         places = {test: place for place, test in enumerate(self.seconds)}
