@@ -32,16 +32,18 @@ PLACE = re.compile(r"\{\{(\w+)\}\}")
 
 
 def job_name(run: str) -> str:
-    """Return a run's name as a job's: at most 40 lower-case letters, digits and dashes, which every
-    scheduler takes.
+    """Return the name of a run's job, which every scheduler accepts: the run's name in lower case,
+    with dashes for all but letters and digits, cut to 40 characters; after "run-" unless it begins
+    with a letter.
     """
     name = re.sub(r"[^a-z0-9]+", "-", run.lower())[:40].strip("-")
     return name if name[:1].isalpha() else f"run-{name}".rstrip("-")
 
 
 def job_file(job: JobConfig, name: str, out: str, text: str, gpus: bool) -> str:
-    """Return the content of the job file. `name`: of the job; `out`: folder of the run; `text`: the
-    run as YAML; `gpus`: each process has a GPU.
+    """Return the content of the job file, a batch script for SLURM, YAML for Kubeflow and SkyPilot.
+    `name`: of the job; `out`: folder of the run; `text`: options of the run as YAML, which the file
+    of Kubeflow contains; `gpus`: whether each process needs a GPU.
     """
     values = {
         "name": name,
@@ -82,13 +84,14 @@ def job_file(job: JobConfig, name: str, out: str, text: str, gpus: bool) -> str:
 
 
 def _replace(text: str, values: Mapping[str, Any]) -> str:
-    """Replace each {{name}} of a text by its value."""
+    """Return the text with each {{name}} replaced by the value of that name."""
     return PLACE.sub(lambda place: str(values[place[1]]), text)
 
 
 def _fill(node: Any, values: Mapping[str, Any]) -> Any:
-    """Replace each {{name}} in the strings of a parsed document; a string of nothing else becomes
-    the value with its type. Fields that are None are left out.
+    """Return a parsed YAML document with each {{name}} in its strings replaced by the value of that
+    name. A string that is nothing but {{name}} becomes the value itself, of any type. Fields of a
+    mapping whose value is None are left out.
     """
     match node:
         case dict():
@@ -107,7 +110,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    """Return the node of a text: a block where it has several lines."""
+    """Return the YAML node of a string: in block style (`|`) if it has several lines."""
     style = "|" if "\n" in text else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
 

@@ -45,17 +45,17 @@ def launch(
     max_restarts: int = 0,
     handed: Mapping[str, Any] | None = None,
 ) -> int:
-    """Run `dolmen *words` as `processes` workers of one group on this machine, and return an exit
-    code for all. `handed`: the configuration, as plain values checked here, which workers then use
-    instead of the words after the verb (`process.run_file`).
-
-    0 if all end well; 130 or 143 if they ended because this process was asked to; otherwise 1 (or
-    2, a worker's own refusal), after the first failure's traceback has been printed, once. Of
-    failures that another start may mend, the first `max_restarts` start the group again.
+    """Run the command `dolmen *words` as `processes` worker processes of one process group on this
+    machine, wait for them, and return one exit code: 0 if all ended well; 130 or 143 if they ended
+    because this process received SIGINT or SIGTERM; 2 if the workers refused their input; else 1.
+    The first failure is printed once, to stderr. After a failure that another start may mend, the
+    whole group is started again, at most `max_restarts` times. `handed`: the configuration as plain
+    values, checked by this process; workers read it from a file in place of the words after the
+    verb (`process.run_file`).
     """
     import logging
 
-    # failures are told below, once
+    # failures are printed below, once
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
     group = _WorkerGroup(processes, words, {s: signal.getsignal(s) for s in handled})
@@ -90,6 +90,10 @@ class _WorkerGroup:
     """
 
     def __init__(self, processes: int, words: list[str], before: Mapping[signal.Signals, Any]):
+        """Prepare `processes` workers that run `dolmen *words`, without starting them. `before`:
+        the present handlers of all signals that torch's launcher API would replace; SIGINT and
+        SIGTERM are forwarded to the workers instead.
+        """
         self.processes, self.words = processes, words
         self.handlers = {**before, signal.SIGINT: self._forward, signal.SIGTERM: self._forward}
         self.first_signal = 0
@@ -97,8 +101,8 @@ class _WorkerGroup:
         self.workers: PContext | None = None
 
     def _forward(self, got: int, _: FrameType | None) -> None:
-        """Signal handler: remember the first signal, and pass it on to all workers, SIGINT as
-        SIGUSR1 and SIGTERM as SIGUSR2.
+        """Handle a signal `got` of this process: remember it if it is the first, and send it on to
+        all workers, SIGINT as SIGUSR1 and SIGTERM as SIGUSR2.
         """
         self.first_signal = self.first_signal or got
         for pid in self.workers.pids().values() if self.workers is not None else ():
@@ -108,8 +112,10 @@ class _WorkerGroup:
                 pass
 
     def run(self, attempt: int, reports: str) -> _End:
-        """Start the workers once (`attempt` counts from 0), wait until all end or one fails, and
-        return how. `reports`: folder of their error files.
+        """Start all workers with a new rendezvous store and wait until all have ended or one fails,
+        which ends the others. Prints the cause of a failure, once. Return the exit code of the
+        whole group and whether a restart would be useless. `attempt`: starts before this one;
+        `reports`: folder of the workers' error files.
         """
         # documented as torch.distributed's, where it is imported without being listed
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -139,8 +145,9 @@ class _WorkerGroup:
         return self._report_failure(workers, result) if result.is_failed() else _End(0, True)
 
     def _environment(self, rank: int, attempt: int, port: int) -> dict[str, str]:
-        """Return the variables that a worker reads in addition to this process's
-        (core/environment.py, process.py).
+        """Return the environment variables of the worker `rank`, beside those it inherits: ranks
+        and world sizes, the address of the rendezvous store (`port`, on this machine), the number
+        of restarts so far (`attempt`), threads, and this launcher's pid.
         """
         return {
             "RANK": str(rank),
@@ -157,8 +164,10 @@ class _WorkerGroup:
         }
 
     def _report_failure(self, workers: "PContext", result: "RunProcsResult") -> _End:
-        """Print the cause of a failed group once, and return how it ended: 2 if workers only
-        refused their input, else 1. If they ended as asked: silent, and 128 + the signal.
+        """Print the cause of a failure of the group (a hang's report, else the first failure) and
+        return its exit code and whether a restart would be useless: 2 and True if workers did
+        nothing but refuse their input; else 1, and True if a worker said so. If the workers ended
+        because this process received a signal: print nothing and return 128 + the signal, and True.
         """
         codes = {failure.exitcode for failure in result.failures.values()}
         if self.first_signal and codes <= STOPPED:
@@ -173,13 +182,17 @@ class _WorkerGroup:
 
 
 def _write(file: Path, handed: Mapping[str, Any]) -> str:
-    """Write the configuration as YAML, which keeps every float exactly, and return the path."""
+    """Write the configuration `handed` to a file as YAML, which keeps every float exactly, and
+    return the file's path.
+    """
     file.write_text(yaml.safe_dump(dict(handed), sort_keys=False))
     return str(file)
 
 
 def _report(file: str) -> dict:
-    """Read a worker's error file; {} if there is nothing readable."""
+    """Return what a worker wrote to its error file as it failed (message, final, hang); {} if there
+    is nothing readable.
+    """
     try:
         return gate.read_json(file, kinds.WORKER_ERROR)["message"]
     except gate.Refused:
@@ -187,8 +200,10 @@ def _report(file: str) -> dict:
 
 
 def cause(failures: dict) -> str:
-    """Return the text of the first failure: a rank killed from outside, else the earliest traceback
-    with its rank. A refusal (exit code 2) is its message alone.
+    """Return a text about the worker that failed first. `failures`: torch's ProcessFailure of each
+    rank. A rank killed by a signal from outside (other than SIGTERM) comes first, else the earliest
+    failure: its traceback with rank and exit code, or its message alone for refused input (exit
+    code 2).
     """
     killed = [f for f in failures.values() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
     if killed:
@@ -213,9 +228,9 @@ def cause(failures: dict) -> str:
 
 @contextmanager
 def _reports() -> Iterator[str]:
-    """Yield a temporary folder for what workers leave to their launcher. Its file OURS is locked
-    while the launcher lives, so that folders of killed launchers can be told, and are deleted
-    first.
+    """Yield a new temporary folder for the workers' error files and their configuration, deleted on
+    leaving. A file in it is locked while this launcher lives; folders of killed launchers, whose
+    file is not locked, are deleted first.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         _delete_if_left(left)
@@ -228,8 +243,8 @@ def _reports() -> Iterator[str]:
 
 
 def _delete_if_left(folder: Path) -> None:
-    """Delete a folder of reports if it is this user's and its launcher is gone (its
-    lock is free).
+    """Delete a launcher's temporary folder if it is this user's and its launcher is gone (its
+    lock file is not locked); otherwise leave it. Ignores OSError.
     """
     try:
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():

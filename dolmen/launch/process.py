@@ -23,7 +23,7 @@ from dolmen.core.messages import BadInput, Failed, as_bad_input
 from dolmen.core.torch_private import strings
 
 LAUNCHER = "DOLMEN_LAUNCHER"  # pid of the launcher that started this worker
-HANDED = "DOLMEN_HANDED"  # the file in which that launcher says what is asked
+HANDED = "DOLMEN_HANDED"  # the file with the configuration that this launcher has checked
 PR_SET_PDEATHSIG = 1
 RESTART_COUNTS = {
     "torchrun, our launcher": strings.RESTARTS,
@@ -45,8 +45,9 @@ folder that knows this id (training/start.py) is a restart."""
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this process when its launcher (ours, or torchrun's agent) ends in any
-    way. Call before heavy imports.
+    """Have the kernel kill this process (SIGKILL) when its launcher, dolmen's or torchrun's agent,
+    ends in any way. Nothing happens in a process that neither has started. Call it before slow
+    imports.
     """
     if LAUNCHER not in os.environ and strings.RUN not in os.environ:
         return
@@ -54,8 +55,8 @@ def die_with_launcher() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent, process `parent`, ends in any way; exits
-    at once if it already has.
+    """Have the kernel kill this process (SIGKILL) when its parent, whose pid is `parent`, ends in
+    any way. Ends this process at once, with exit code 1, if the parent has already ended.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended before the kernel was asked
@@ -63,9 +64,9 @@ def die_with(parent: int) -> None:
 
 
 def safely() -> list[str]:
-    """Return the options for `python -m` in child processes: `-P`, which keeps the working
-    directory (which may hold somebody else's files) off the import path, unless this process
-    imports from it itself.
+    """Return options of Python for child processes that run `python -m MODULE`: ["-P"], so that
+    they import nothing from the working directory, which may hold somebody else's files; [] if the
+    working directory is on this process's own import path.
     """
     here = os.path.realpath(os.getcwd())
     # a checkout on the path: children must import the same one
@@ -78,32 +79,37 @@ def cores() -> int:
 
 
 def threads(processes: int) -> str:
-    """Return OMP_NUM_THREADS for one of `processes` on this machine: the user's setting, else an
-    equal share of the cores.
+    """Return the value of OMP_NUM_THREADS for each of `processes` processes on this machine: the
+    user's setting of this variable, else an equal share of the cores, at least 1.
     """
     return os.environ.get("OMP_NUM_THREADS", str(max(1, cores() // processes)))
 
 
 def read_launch() -> Launch | None:
-    """Read this process's rank and world; None if no launcher started it. Raises BadInput."""
+    """Return this process's rank, local rank and world size as its launcher set them in environment
+    variables; None if no launcher started it. Raises BadInput for unusable values.
+    """
     with as_bad_input(ValueError):
         return Launch.read()
 
 
 def started_at(with_launcher: bool) -> float:
-    """Return when this process was started, in seconds since 1970, or now if it is no `dolmen` but
-    a Python that calls it; `with_launcher`: its launcher, ours or torchrun's agent, if it has one.
+    """Return when this process was started, in seconds since 1970; now, if its program is not the
+    command `dolmen` but a Python script that calls dolmen. `with_launcher`: return when its
+    launcher (dolmen's or torchrun's agent) was started, if it has one.
     """
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    own = Path(sys.argv[0]).name == "dolmen" or (spec and spec.name == "dolmen.__main__")
-    age = _age("self") if own else 0.0
-    if own and with_launcher and (LAUNCHER in os.environ or strings.RUN in os.environ):
+    command = Path(sys.argv[0]).name == "dolmen" or (spec and spec.name == "dolmen.__main__")
+    age = _age("self") if command else 0.0
+    if command and with_launcher and (LAUNCHER in os.environ or strings.RUN in os.environ):
         age = max(age, _age(os.environ.get(LAUNCHER, str(os.getppid()))))
     return time.time() - age
 
 
 def _age(pid: str) -> float:
-    """Return how many seconds ago process `pid` was started; 0 if it has ended."""
+    """Return how many seconds ago the process `pid` ("self": this one) was started; 0 if it has
+    ended.
+    """
     try:
         ticks = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     except OSError:
@@ -113,20 +119,24 @@ def _age(pid: str) -> float:
 
 
 def launched_here() -> bool:
-    """Return True for a worker that our own launcher started."""
+    """Return whether this process is a worker that dolmen's own launcher started, as opposed to
+    torchrun, srun or a user.
+    """
     return LAUNCHER in os.environ
 
 
 def run_file() -> Path | None:
-    """Path of the file in which our own launcher hands this worker its checked configuration; None
-    where the command line has it.
+    """Return the path of the file in which dolmen's own launcher hands this worker its checked
+    configuration; None in other processes, which read the command line.
     """
     return Path(os.environ[HANDED]) if HANDED in os.environ else None
 
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set these environment variables inside, unless the user has set them."""
+    """Set these environment variables while the context is entered, except those that are already
+    set, and remove them again on leaving.
+    """
     # a worker inherits this process's environment
     missing = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(missing)
@@ -138,28 +148,31 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def restarts() -> int:
-    """Return how often this process group has been restarted, by the engine that counts most."""
+    """Return how often the workers of this job have been restarted: the largest count in the
+    environment variables of torchrun, dolmen's launcher, SLURM and JobSet; 0 without any.
+    """
     return max(int(os.environ.get(name) or 0) for name in RESTART_COUNTS.values())
 
 
 def recovered_job() -> str:
-    """Return the id of this job if its engine keeps it over restarts that it does not count;
-    otherwise empty.
+    """Return the name of the engine and the id of this job under SkyPilot and Ray Train, which
+    restart jobs under the same id without counting the restarts; otherwise "".
     """
     jobs = (f"{engine} {os.environ.get(name, '')}" for engine, name in RECOVERED_JOBS.items())
     return next((job for job in jobs if not job.endswith(" ")), "")
 
 
 def one_store() -> bool:
-    """Return True if the rendezvous store outlives a restart, as torchrun's does. Ours makes a new
-    one each time.
+    """Return whether the rendezvous store (TCPStore) of this process group outlives a restart of
+    the workers, as torchrun's agent's does; dolmen's own launcher makes a new store for each start.
     """
     return not launched_here() and os.environ.get(strings.ONE_STORE) == "True"
 
 
 def job() -> str:
-    """Return an id that all restarts by one launcher share and no other has; empty where no
-    launcher started this process.
+    """Return an id of the job of this process, which its restarts by the same launcher share and no
+    other job has: of the SkyPilot or Ray job, else the SLURM step, else torchrun's --rdzv-id, else
+    the launcher's process. Returns "" where no launcher started this process.
     """
     if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
         return ""
@@ -174,16 +187,18 @@ def job() -> str:
 
 
 def agent() -> str:
-    """Return an id of the torchrun agent that started this process; empty without one, and where
-    the engine keeps the job's id over restarts. torchrun counts failures alone: where an agent
-    joins, all workers start again with the same count.
+    """Return an id of the torchrun agent that started this process; "" without one, and for jobs of
+    SkyPilot and Ray Train. A new id shows a restart that torchrun does not count: it counts
+    failures only, and starts all workers again with the same count where an agent joins.
     """
     by_torchrun = strings.RUN in os.environ and not launched_here()
     return parent() if by_torchrun and not recovered_job() else ""
 
 
 def store_answers() -> bool:
-    """Return whether the store at MASTER_ADDR and MASTER_PORT accepts connections."""
+    """Return whether the rendezvous store at the environment variables MASTER_ADDR and MASTER_PORT
+    accepts a TCP connection within 5 s.
+    """
     try:
         place = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
         socket.create_connection(place, 5).close()
@@ -193,7 +208,9 @@ def store_answers() -> bool:
 
 
 def parent() -> str:
-    """Return an id of the process that started this one, which no other process has."""
+    """Return an id of the process that started this one: host name, pid and start time, so that no
+    other process ever has the same.
+    """
     launcher = os.getppid()
     # field 22 of stat: when the launcher started, as its pid may be used again
     start_time = Path(f"/proc/{launcher}/stat").read_text().rsplit(")", 1)[1].split()[19]
@@ -202,9 +219,10 @@ def parent() -> str:
 
 @contextmanager
 def stop_handler(handler: Callable[[int], None]) -> Iterator[None]:
-    """Call handler(SIGINT or SIGTERM) when this worker should save and stop. Our own launcher
-    forwards these two as SIGUSR1 and SIGUSR2. Enter before joining the other ranks: then either all
-    ranks can act on the request, or none has started.
+    """While the context is entered, call handler(SIGINT) or handler(SIGTERM) when this worker
+    receives that signal, so that it can save and stop; under dolmen's own launcher, when it
+    receives SIGUSR1 or SIGUSR2, as which the launcher forwards the two. Enter it before joining the
+    other ranks: then either all ranks can act on the request, or none has started.
     """
     # our launcher catches both and passes them on as user signals, to all of its workers alike
     asking = (
@@ -216,8 +234,9 @@ def stop_handler(handler: Callable[[int], None]) -> Iterator[None]:
 
 
 def obey_interrupts() -> None:
-    """Let Ctrl-C (SIGINT) end this process from its start, also where a background shell has it
-    ignored. No-op for our launcher's workers, which it signals itself.
+    """Let SIGINT (Ctrl-C) end this process even if it was started with SIGINT ignored, as by a
+    background shell: restore Python's default handler. No-op for workers of dolmen's launcher,
+    which signals them itself, and off the main thread.
     """
     here = threading.current_thread() is threading.main_thread() and not launched_here()
     if here and signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -226,8 +245,8 @@ def obey_interrupts() -> None:
 
 @contextmanager
 def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Install these signal handlers inside, and restore the previous ones on leaving. No-op off the
-    main thread, where Python does not handle signals.
+    """Install these signal handlers (as of signal.signal) while the context is entered, and restore
+    the previous ones on leaving. No-op off the main thread, where Python handles no signals.
     """
     main = threading.current_thread() is threading.main_thread()
     before = {s: signal.signal(s, handler) for s, handler in handlers.items()} if main else {}
@@ -239,10 +258,10 @@ def handling(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
 
 
 def run_worker(work: Callable[[], int]) -> int:
-    """Run a worker's work and return its exit code. An exception goes to our launcher, which prints
-    the first one, or else to stderr, and ends the process: exit code 2 for BadInput, else 1.
-    Without our launcher, BadInput, KeyboardInterrupt, BrokenPipeError and SystemExit are raised
-    instead.
+    """Call `work`, all that a worker does, and return its exit code. An exception ends the process
+    at once, with exit code 2 for BadInput and otherwise 1; its text goes to dolmen's launcher,
+    which prints the first one, or else to stderr. Without dolmen's launcher, BadInput,
+    KeyboardInterrupt, BrokenPipeError and SystemExit are raised instead.
     """
     try:
         return work()
@@ -266,8 +285,9 @@ def run_worker(work: Callable[[], int]) -> int:
 
 
 def end(text: str, code: int = 1, **facts: bool) -> NoReturn:
-    """End this process at once with exit code `code`: `text` goes to our launcher, with `facts`
-    (final, hang), or to stderr where there is none.
+    """End this process at once with exit code `code`, without cleaning up. `text`, the reason, goes
+    to dolmen's launcher through this worker's error file, with `facts` (final: a restart is
+    useless; hang: a rank hung), or to stderr where another launcher or none started it.
     """
     if launched_here():
         with open(os.environ[strings.ERROR_FILE], "w") as f:

@@ -28,9 +28,10 @@ URL = "dolmen://"
 
 
 def meet(store: Store, rank: int, size: int, seconds: float = 600) -> Store:
-    """Return the part of `store` (a name prefix) that belongs to this start of `size` ranks. Rank 0
-    waits until all others have come, these until rank 0 has. Raises TimeoutError on rank 0 after
-    `seconds`, naming ranks that have not come.
+    """Return `store` under a key prefix that all `size` ranks of this start agree on here, so that
+    they do not read keys that an earlier start left in it. Called by every rank: rank 0 waits for
+    all others, each other rank for rank 0. Raises TimeoutError on rank 0 if ranks are missing after
+    `seconds`, naming some.
     """
     me = uuid.uuid4().hex
     if rank:
@@ -61,25 +62,29 @@ def meet(store: Store, rank: int, size: int, seconds: float = 600) -> Store:
 def _handler(
     url: str, timeout: timedelta = timedelta(minutes=30), **more: object
 ) -> Iterator[tuple[Store, int, int]]:
-    """Yield (store, rank, size) for `dolmen://`, as torch's rendezvous protocol wants: those of
-    env://, met by `meet`.
+    """Yield (store, rank, world size) once, as torch's handler of `dolmen://` URLs in
+    `init_process_group`: those of env://, with the store under the key prefix that all ranks agree
+    on (`meet`).
     """
     store, rank, size = next(rendezvous("env://", timeout=timeout))
     yield meet(store, rank, size), rank, size
 
 
 def register() -> str:
-    """Register `meet` with torch and return its URL, `dolmen://`. Calling it again is harmless."""
+    """Register with torch.distributed the rendezvous in which the ranks of each start agree on a
+    prefix of the store's keys (`meet`), and return its URL for `init_process_group`, `dolmen://`.
+    Calling it again is harmless.
+    """
     try:
         register_rendezvous_handler("dolmen", _handler)
     except RuntimeError:
-        pass  # it has been
+        pass  # it has been registered before
     return URL
 
 
 def serve(port: int) -> None:
-    """Serve a rendezvous store on `port` (0: any free one) until this process is killed, and print
-    the port. Started as `python -m dolmen.launch.rendezvous PORT`.
+    """Print the port and serve a rendezvous store (torch's TCPStore) on `port` (0: any free one)
+    until this process is killed. Started as `python -m dolmen.launch.rendezvous PORT`.
     """
     # documented as torch.distributed's, where it is imported without being listed
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]

@@ -38,9 +38,10 @@ MAIN, ALL = "main thread", "all threads:"  # headings in rank-N.txt
 
 
 def network_limit(seconds: float | None) -> timedelta | None:
-    """Return the timeout for collectives where a hang is reported after `seconds`: 1.25 times the
-    longest the watch waits, so that it names the rank before torch gives up, and never less than
-    torch's own. None where nothing is watched: torch's default.
+    """Return the timeout of torch.distributed's collectives where `Watch` reports a hang after
+    `seconds` without progress: 12.5 times `seconds`, as the watch waits up to 10 times as long and
+    must name the rank before torch gives up, and at least 30 minutes. Returns None, which leaves
+    torch's default, if `seconds` is None (no watch).
     """
     return None if seconds is None else timedelta(seconds=max(TORCH, 1.25 * PATIENT * seconds))
 
@@ -58,6 +59,10 @@ class Watch:
         seconds: float | None,
         fail: Callable[[str], None],
     ):
+        """Prepare the watch of this process, rank `rank` of `ranks`, without starting it (see
+        `watching`). `folder`: where every rank has its heartbeat file; `seconds` without progress
+        are a hang, None watches nothing; `fail`: called with the report, ends this process.
+        """
         self.folder = Path(folder)
         self.rank = rank
         self.ranks = ranks
@@ -73,8 +78,9 @@ class Watch:
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
     def beat(self, step: int, phase: str, patient: bool = False) -> None:
-        """Record progress: the main thread passes a point that all ranks pass, and `phase` starts
-        after `step` steps. `patient`: the next point may take PATIENT times as long.
+        """Record that the main thread makes progress, at a point of the program that every rank
+        passes: it has made `step` steps and enters `phase` (a text for the report of a hang).
+        `patient`: the next point may come 10 times as late as usual before that counts as a hang.
         """
         self.step = step
         self.phase = phase
@@ -84,8 +90,8 @@ class Watch:
         self.since = time.monotonic()
 
     def through(self, items: Iterable[T], phase: str, patient: bool = False) -> Iterator[T]:
-        """Yield `items`, recording progress (`beat`) in `phase` at each. `patient`: allow the first
-        item PATIENT times as long.
+        """Yield `items`, recording progress (`beat`) in `phase` before each. `patient`: what is
+        done with the first item may take 10 times as long as usual before it counts as a hang.
         """
         for item in items:
             self.beat(self.step, phase, patient)
@@ -94,8 +100,10 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator["Watch"]:
-        """Within, a thread watches the main thread and writes this rank's heartbeat file, which is
-        removed on leaving, as is the file of stacks if none were dumped.
+        """While the context is entered, a thread watches the main thread's progress and keeps
+        writing this rank's heartbeat file. Removed on leaving: this file, that of stacks if none
+        were dumped, and their folder if empty. Yields this object; does nothing if `seconds` is
+        None.
         """
         if self.seconds is None:
             yield self
@@ -119,13 +127,16 @@ class Watch:
                 self.folder.rmdir()  # by the last, unless there are stacks in it
 
     def _file(self, rank: int | None = None, kind: str = "json") -> Path:
-        """Path of a rank's heartbeat (`json`) or stacks (`txt`); None: this rank's."""
+        """Return the path of a rank's file of heartbeats (`kind` json) or of stacks (txt); `rank`
+        None: this rank's.
+        """
         return self.folder / f"rank-{self.rank if rank is None else rank}.{kind}"
 
     def _run(self) -> None:
-        """Body of the watching thread: write a heartbeat each quarter of `seconds` (at most 30 s)
-        until stopped. Ends with `_report_hang` if there was no progress (`beat`) for `seconds`
-        (PATIENT times as long in a patient phase), or if the whole process was suspended.
+        """Run the watching thread: write a heartbeat every quarter of `seconds` (at most every
+        30 s) until the watch is stopped. Reports a hang and returns if the main thread made no
+        progress (`beat`) for `seconds` (10 times as long in a patient phase), or if the whole
+        process was suspended for about `seconds`.
         """
         assert self.seconds is not None  # `watching` starts no thread without
         period, last = min(self.seconds / 4, 30), time.monotonic()
@@ -140,8 +151,9 @@ class Watch:
             self._write_heartbeat()
 
     def _write_heartbeat(self) -> None:
-        """Write this rank's heartbeat file anew. Ignores OSError: a full disk must not end a run by
-        this.
+        """Replace this rank's heartbeat file, one JSON object: host, pid and parent, a count of
+        heartbeats, points passed, step and phase, seconds without progress, and whether the main
+        thread is in a collective. Ignores OSError: a full disk must not end a run by this.
         """
         self.tick += 1
         row = {
@@ -159,8 +171,10 @@ class Watch:
             write.replace(self._file(), json.dumps(row), lasting=False)
 
     def _report_hang(self, period: float) -> None:
-        """Report a hang: dump all stacks, read the other ranks' heartbeats twice to see who still
-        ticks, continue and end stopped siblings, and call `fail` with the verdict. `period`:
+        """Report a hang: write the stacks of all threads to this rank's file, read all ranks'
+        heartbeats twice to see whose stand still, wake stopped ranks of the same launcher (SIGCONT)
+        so that they write their stacks, end these (SIGTERM), and call `fail` with the text that
+        names the ranks to blame. Stops after the wait if the watch ended meanwhile. `period`:
         seconds between heartbeats.
         """
         faulthandler.cancel_dump_traceback_later()
@@ -199,7 +213,9 @@ class Watch:
         self.fail(f"{text}\n(stacks of all ranks that wrote one: {self.folder})")
 
     def _read_heartbeats(self) -> dict[int, dict]:
-        """Return every rank's last heartbeat; {} for a file that is missing or unreadable."""
+        """Return rank -> its last heartbeat, from its file; {} where that is missing or
+        unreadable.
+        """
         states = {}
         for rank in range(self.ranks):
             try:
@@ -209,8 +225,9 @@ class Watch:
         return states
 
     def _read_stack(self, rank: int) -> str:
-        """Return the newest main-thread stack in a rank's file (of all threads where it could not
-        tell which is main), without torch's inner frames and at most 12 long; empty if none.
+        """Return, as text, the newest stack of the main thread in a rank's file of stacks (or the
+        stacks of all threads, if it does not mark the main one): at most the 12 innermost frames,
+        without torch's own but for the last. Returns "" without a readable file.
         """
         try:
             text = gate.read_text(self._file(rank, "txt"), kinds.STACKS_BYTES)
@@ -226,9 +243,9 @@ class Watch:
 
 
 def collective_of(frame: FrameType | None) -> str | None:
-    """Return the collective that a thread at `frame` stands in, with the function that called it;
-    None if it does not wait for other ranks: none of its four innermost calls is in
-    torch.distributed or in our collectives.
+    """Return the name of the collective in which a thread with the innermost `frame` is, with
+    dolmen's function, file that called it; None if it is in no collective: none of its four
+    innermost calls is in torch.distributed or in dolmen's collectives.
     """
     for _ in range(4):
         if frame is None or _is_collective(frame):
@@ -239,8 +256,8 @@ def collective_of(frame: FrameType | None) -> str | None:
     name = ""
     while frame is not None and (_is_collective(frame) or OURS not in frame.f_code.co_filename):
         # the outermost call of our own collectives; of torch's the innermost, but for decorators
-        own = _is_collective(frame) and OURS in frame.f_code.co_filename
-        if own or (not name and frame.f_code.co_name != "wrapper"):
+        in_dolmen = _is_collective(frame) and OURS in frame.f_code.co_filename
+        if in_dolmen or (not name and frame.f_code.co_name != "wrapper"):
             name = frame.f_code.co_name
         frame = frame.f_back
     if frame is None:
@@ -249,7 +266,9 @@ def collective_of(frame: FrameType | None) -> str | None:
 
 
 def _is_collective(frame: FrameType) -> bool:
-    """Return whether a call is in torch.distributed or in our collectives."""
+    """Return whether the code of a frame is torch.distributed's or dolmen's collectives (by its
+    file).
+    """
     file = frame.f_code.co_filename
     return strings.COLLECTIVES in file or file.endswith(
         ("/core/collectives.py", "/core/transfers.py")
@@ -257,10 +276,11 @@ def _is_collective(frame: FrameType) -> bool:
 
 
 def verdict(rows: dict[int, dict], silent: list[int], stacks: dict[int, str]) -> str:
-    """Return the report of who hangs and how, with stacks. `rows`: each rank's last heartbeat
-    (empty: none); `silent`: ranks whose heartbeat stands still; `stacks`: by rank. Blamed are the
-    silent; else, of the ranks that passed fewest points, those not in a collective; else all of
-    these.
+    """Return a text that names the ranks to blame for a hang (at most four, with their stacks), how
+    each hangs, and how many ranks hang or wait. `rows`: rank -> last heartbeat ({}: none);
+    `silent`: ranks whose heartbeat stands still; `stacks`: rank -> text. Blamed are the silent
+    ranks; without any, of the ranks that passed fewest points those that are not in a collective;
+    else all that passed fewest.
     """
     heartbeats = {r: row for r, row in rows.items() if row and r not in silent}
     least = min((row["passed"] for row in heartbeats.values()), default=0)
@@ -310,8 +330,8 @@ def verdict(rows: dict[int, dict], silent: list[int], stacks: dict[int, str]) ->
 
 
 def _is_sibling(row: dict) -> bool:
-    """Return True if a heartbeat's process runs on this machine under the same launcher, which its
-    current parent proves: its pid may have been reused by a stranger.
+    """Return whether the process of a heartbeat runs on this machine with the same parent process
+    as this one, the launcher; checked in /proc, as another process may have its pid by now.
     """
     if row.get("host") != socket.gethostname() or row["parent"] != os.getppid():
         return False
@@ -325,6 +345,6 @@ def _is_sibling(row: dict) -> bool:
 
 
 def _send(pid: int, what: signal.Signals) -> None:
-    """Send a signal to a process; ignore one that is gone or not ours."""
+    """Send the signal `what` to a process; ignore it if the process is gone or another user's."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, what)
