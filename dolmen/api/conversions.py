@@ -18,9 +18,9 @@ from dolmen.vocabulary.config import VocabExtendConfig, VocabMergeConfig, VocabT
 
 
 def export(source: str | Path, to: str | Path, dtype: str | None = None, **options: Any) -> Path:
-    """`dolmen export SOURCE --to TO`: write a run's newest complete checkpoint, a checkpoint or a
-    model as a transformers directory. `options` are those of the command. Returns
-    the folder. Raises ValueError on bad input.
+    """Write a run's newest complete checkpoint, a checkpoint or any model that dolmen reads as a
+    transformers directory, as `dolmen export SOURCE --to TO` does, and return its path. `dtype`: of
+    the written weights; `options` are those of the command. Raises ValueError on bad input.
 
         dolmen.export("runs/book", to="model/", dtype="bfloat16")
     """
@@ -40,11 +40,11 @@ def convert(
     progress: bool = True,
     **options: Any,
 ) -> Path:
-    """`dolmen convert SOURCE TO --to FORMAT`: write a model of any format that dolmen reads in one
-    that it writes (hf, megatron, megatron-core, torch-dist); then read it back and compare tensors
-    and logits. `options` are those of the command. `progress` shows a bar on stderr. Returns the
-    folder. Raises ValueError on bad input, and RuntimeError if the written model differs, which
-    deletes it.
+    """Write a model of any format that dolmen reads in a format that it writes (hf, megatron,
+    megatron-core, torch-dist), then read it back and compare tensors and logits, as `dolmen convert
+    SOURCE TO --to FORMAT` does. Returns the path of the folder `to`. `options` are those of the
+    command. `progress` shows a bar on stderr. Raises ValueError on bad input, and RuntimeError if
+    the written model differs, after deleting it.
 
         dolmen.convert("runs/book", to="ranks/", format="megatron-core", tp=2, pp=2)
     """
@@ -69,9 +69,10 @@ def tokenize(
     progress: bool = True,
     **options: Any,
 ) -> Path:
-    """`dolmen tokenize --data.path PATH --to TO` in this process: write text as an indexed data set
-    of Megatron, TO.bin and TO.idx. `path` is what --data.path takes, or several. Returns the .bin.
-    Raises ValueError on bad input.
+    """Tokenize text and write it as an indexed data set of Megatron-LM, TO.bin and TO.idx, as
+    `dolmen tokenize --data.path PATH --to TO` does, in this process. `path` is what --data.path
+    takes, or several; `options` are those of the command. `progress` shows a bar on stderr. Returns
+    the path of the .bin file. Raises ValueError on bad input.
 
         dolmen.tokenize("notes/", to="corpus", tokenizer="path/to/model")
     """
@@ -90,9 +91,10 @@ def train_vocabulary(
     progress: bool = True,
     **options: Any,
 ) -> vocabulary_train.Trained:
-    """`dolmen vocab train --data.path PATH --size SIZE --kind KIND --to TO`: train a vocabulary of
-    kind unigram or bpe (of sentencepiece) or byte-bpe, and write it as a folder that transformers
-    opens. `path` is what --data.path takes, or several. Raises ValueError on bad input.
+    """Train a tokenizer of `size` tokens on text and write it to the folder `to`, which
+    transformers opens, as `dolmen vocab train` does. `kind`: unigram or bpe (sentencepiece's), or
+    byte-bpe. `path` is what --data.path takes, or several; `options` are those of the command.
+    Returns a report. Raises ValueError on bad input.
 
         dolmen.train_vocabulary("zh/", 20000, "zh-tokens", kind="bpe")
     """
@@ -110,9 +112,10 @@ def merge_vocabularies(
     progress: bool = True,
     **options: Any,
 ) -> vocabulary_merge.Merged:
-    """`dolmen vocab merge BASE NEW --to TO`: append the tokens of `new` to those of the tokenizer
-    `base`. Characters and bytes per token of the held-out text at `path` are reported. Raises
-    ValueError on bad input.
+    """Append the tokens of the tokenizer `new` to those of the tokenizer `base`, and write the
+    merged one to the folder `to`, as `dolmen vocab merge BASE NEW --to TO` does. Returns a report:
+    how many tokens were added, and characters and bytes per token of the held-out text at `path`,
+    if given. Raises ValueError on bad input.
 
         dolmen.merge_vocabularies("path/to/model", "zh-tokens", "merged").added
     """
@@ -130,9 +133,10 @@ def extend_vocabulary(
     progress: bool = True,
     **options: Any,
 ) -> vocabulary_extend.Extended:
-    """`dolmen vocab extend MODEL --tokenizer TOKENIZER --to TO`: add rows for the new tokens of a
-    merged tokenizer to a model, and write it as a transformers directory. The loss per byte of the
-    held-out text at `path` is reported, before and after. Raises ValueError on bad input.
+    """Add rows for the new tokens of a merged tokenizer to the embedding and head of a model, and
+    write it to the folder `to` as a transformers directory, as `dolmen vocab extend MODEL
+    --tokenizer TOKENIZER --to TO` does. Returns a report, with the loss per byte of the held-out
+    text at `path`, if given, before and after. Raises ValueError on bad input.
 
         dolmen.extend_vocabulary("path/to/model", "merged", "extended", init="mean")
     """

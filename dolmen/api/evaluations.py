@@ -28,10 +28,10 @@ def evaluate(
     progress: bool = True,
     **options: Any,
 ) -> perplexity.Evaluation:
-    """`dolmen evaluate SOURCE --data.path PATH` in this process, on the CPU: loss, perplexity and
-    bits per byte of a model (a transformers directory, hub id, run or checkpoint) over all of a
-    text. `path` is what --data.path takes, or several; options are those of the command. `progress`
-    shows a bar on stderr. Raises ValueError on bad input.
+    """Measure loss, perplexity and bits per byte of a model (a transformers directory, hub id, run
+    or checkpoint) over all of a text, as `dolmen evaluate SOURCE --data.path PATH` does, in this
+    process, on the CPU. `path` is what --data.path takes, or several; options are those of the
+    command. `progress` shows a bar on stderr. Raises ValueError on bad input.
 
         print(dolmen.evaluate("path/to/model", "book.txt").bits_per_byte)
     """
@@ -53,9 +53,10 @@ def evaluate_tasks(
     tasks: str | Sequence[str],
     **options: Any,
 ) -> Mapping[str, Mapping[str, float]]:
-    """`dolmen evaluate SOURCE --tasks TASKS` in this process, on the CPU. Returns task ->
-    metric -> value, by the names of lm_eval. Options are those of the command. Raises ValueError on
-    bad input, and where lm_eval is not installed.
+    """Run tasks of lm_eval on a model, as `dolmen evaluate SOURCE --tasks TASKS` does, in this
+    process, on the CPU. Returns task -> metric -> value, by lm_eval's names. `tasks`: names,
+    separated by commas or as a list; options are those of the command. Raises ValueError on bad
+    input, and where lm_eval is not installed.
 
         dolmen.evaluate_tasks("path/to/model", "arc_easy,piqa")["piqa"]["acc,none"]
     """
@@ -74,10 +75,11 @@ def evaluate_tasks(
 
 
 def verify(folder: str | Path, against: str | Path | None = None, length: int = 64) -> VerifyReport:
-    """`dolmen verify FOLDER` in this process: compare dolmen on `folder` with transformers on
-    `against` (unset: the same), on `length` random tokens in float32. `report.ok` is True if all
-    differences are within tolerance, `report.rows` has each of them. Raises ValueError on bad
-    input.
+    """Compare dolmen's computation of the model in `folder` with that of transformers on the model
+    `against` (None: the same folder), on `length` random tokens in float32, in this process:
+    logits, loss, gradients and greedy tokens, as `dolmen verify FOLDER` does. `report.ok` is True
+    if all differences are within tolerance, `report.rows` has each of them. Raises ValueError on
+    bad input.
 
         assert dolmen.verify("path/to/model").ok
     """

@@ -85,8 +85,9 @@ def build_generate_config(
     options: GenerationOptions,
     dtype: str | None = None,
 ) -> GenerateConfig:
-    """Return the options of `dolmen generate` from keywords, checked as far as possible without the
-    model. Raises ValueError for unknown keywords and values out of range.
+    """Return the configuration of `dolmen generate` for keywords of the Python API: checked as far
+    as possible without the model in `folder`; log-probabilities ("raw") are returned by default.
+    Raises ValueError for unknown keywords, with suggestions, and for values out of range.
     """
     # Python callers get log-probabilities by default
     values: dict[str, Any] = {"logprobs": "raw", **options}
@@ -118,8 +119,8 @@ def build_generate_config(
 
 
 def list_prompts(prompt: Any) -> list[Any]:
-    """Return one or several prompts as a list. A list of integers is the token ids of one
-    prompt.
+    """Return a list of prompts: `prompt` itself if it is a list or tuple of prompts, else [prompt].
+    A list with an integer in it, and any tensor or array, is the token ids of one prompt.
     """
     # a tensor or array is the ids of one prompt
     if isinstance(prompt, (list, tuple)) and not any(isinstance(token, int) for token in prompt):
@@ -145,7 +146,7 @@ class Model:
 
     @property
     def folder(self) -> Path:
-        """Folder of the model."""
+        """Local folder of the model's files."""
         return self.source.where
 
     def generate(
@@ -159,11 +160,12 @@ class Model:
         adapter: str | None | Sequence[str | None] = None,
         **options: Unpack[GenerationOptions],
     ) -> Any:
-        """Complete a prompt: return a `Generated`, for several samples a list of them, for several
-        prompts a list of these. A `Generated` has `text`, `tokens`, `logprobs` and `finish_reason`;
-        as a string it is the prompt and the text. A prompt is a text, or its token ids; an empty
-        text is the BOS token. At most `batch` sequences, of any lengths, run at once. `adapter` is
-        the name of one that `load` was given, or one for each prompt; None: the base model.
+        """Generate a completion of a prompt: return a `Generated`; with num_samples over 1 a list
+        of them; for a list of prompts a list with such a value for each. A `Generated` has `text`,
+        `tokens`, `logprobs` and `finish_reason`; as a string it is the prompt and the text. A
+        prompt is a text, or its token ids; an empty text is the BOS token. At most `batch`
+        sequences, of any lengths, are generated at once. `adapter` is the name of a LoRA adapter
+        that `load` was given, or a list with one for each prompt; None: the base model.
 
         Options that are not set come from the model's generation_config.json (and are printed);
         otherwise decoding is greedy, for 64 tokens. Raises ValueError for an invalid prompt, for a
@@ -178,9 +180,10 @@ class Model:
             return _generate(self, prompt, config, batch, adapter)
 
     def logits(self, text: str | Ids) -> Float[torch.Tensor, "tokens vocab"]:
-        """Return the logits after each token of a text, or of its token ids: [tokens, vocabulary].
-        Raises ValueError for a text without tokens, for a text without a tokenizer, and for ids
-        out of range.
+        """Return the logits of the next token after each token of a text, or of token ids: [tokens,
+        vocabulary]. A text gets the special tokens that the model's family adds (BOS and the like).
+        Raises ValueError for a text without tokens, for a text where the model has no tokenizer,
+        and for ids out of range.
 
             model.logits("Once upon a").argmax(-1)
             model.logits([1, 9038, 2501])
@@ -200,14 +203,16 @@ class Model:
 
     @property
     def required_tokenizer(self) -> PreTrainedTokenizer:
-        """The tokenizer. Raises ValueError, with the reason, where there is none."""
+        """The model's tokenizer. Raises ValueError where there is none, with the reason and that
+        token ids can be given instead.
+        """
         if self.tokenizer is None:
             raise ValueError(f"{self.tokenizer_error}: give token ids")
         return self.tokenizer
 
     def check_ids(self, ids: Any) -> list[int]:
-        """Return token ids (a list, array or tensor) as a list. Raises ValueError unless they are
-        integers within the vocabulary.
+        """Return token ids (a list, array or tensor) as a list of int. Raises ValueError unless
+        each is an integer of 0 to the model's vocabulary size less 1.
         """
         # numpy integers become int
         tokens = plain(ids.tolist() if isinstance(ids, ARRAYS) else ids)
@@ -297,9 +302,11 @@ def generate(
     adapter: str | None | Sequence[str | None] = None,
     **options: Unpack[GenerationOptions],
 ) -> Any:
-    """`dolmen generate NAME --prompt PROMPT` in this process: load a model and return
-    `Model.generate`. To generate repeatedly, keep the model of `dolmen.load`. Raises ValueError on
-    bad input.
+    """Load the model `name` on the CPU and generate a completion of a prompt, or of each of several
+    prompts, as `dolmen generate NAME --prompt PROMPT` does, in this process; returns what
+    `Model.generate` returns. To generate repeatedly, keep the model of `dolmen.load`. `adapters`:
+    LoRA adapters, name -> folder; `adapter`: the name of the one to use. Raises ValueError on bad
+    input.
 
         dolmen.generate("path/to/model", "Once upon a time", temperature=0.8).text
     """
@@ -315,10 +322,9 @@ def generate(
 
 
 def _load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizer | None, str]:
-    """Return the tokenizer of a source, or None and the reason.
-
-    A family that transformers has no class for may have a tokenizer that only its own code can
-    read: that is not an error. Raises ValueError for any other one that cannot be read.
+    """Return (tokenizer of a model, ""), or (None, the reason) if the model has none, or one that
+    cannot be read and transformers has no class for the model's family: such a tokenizer may need
+    the family's own code. Raises ValueError or OSError for any other one that cannot be read.
     """
     if source.tokenizer is None:
         return None, f"{source.where} has no tokenizer"
@@ -331,8 +337,8 @@ def _load_tokenizer(source: ModelSource) -> tuple[PreTrainedTokenizer | None, st
 
 
 def _adapter_folders(adapters: Mapping[str, str | Path] | None) -> dict[str, str]:
-    """Return adapter name -> folder as strings. Raises ValueError for anything but a mapping with
-    usable names.
+    """Return adapters as a dict of strings, name -> folder; {} for None. Raises ValueError for
+    anything but a mapping, and for unusable names.
     """
     if not isinstance(adapters, Mapping | None):
         raise ValueError(f"adapters is {brief(adapters)}: it must be a dict of names and folders")
@@ -342,8 +348,9 @@ def _adapter_folders(adapters: Mapping[str, str | Path] | None) -> dict[str, str
 
 
 def _adapter_per_prompt(adapter: Any, prompts: int, known: Collection[str]) -> list[str | None]:
-    """Return the adapter of each prompt: `adapter` for all, or a list with one for each. Raises
-    ValueError for a name that is not `known`, and for a list of another length.
+    """Return the name of the adapter of each of `prompts` prompts (None: the base model). `adapter`
+    is one for all, or a list with one for each. Raises ValueError for a name that is not in
+    `known`, and for a list of another length.
     """
     # one name for all
     adapters = list(adapter) if isinstance(adapter, (list, tuple)) else [adapter] * prompts
@@ -366,8 +373,10 @@ def _generate(
     batch: int,
     adapter: str | None | Sequence[str | None],
 ) -> Any:
-    """Complete one or several prompts with checked options; see `Model.generate` for what is
-    returned. Prints the options that come from generation_config.json to stderr.
+    """Generate completions of one or several prompts with the options of `config`. Returns a
+    `Generated`; a list of them if config.num_samples is over 1; and a list with such a value for
+    each prompt if `prompt` is a list of prompts. Options that are not set come from the model's
+    generation_config.json, and are printed to stderr. Raises ValueError.
     """
     if not isinstance(plain(batch), int):
         raise ValueError(f"batch is {brief(batch)}: it must be a whole number")
@@ -418,8 +427,9 @@ def _draft_model(model: Model, config: GenerateConfig) -> Decoder | None:
 
 
 def _encode_prompt(model: Model, prompt: Any, adapter: str | None) -> EncodedPrompt:
-    """Return a prompt with its token ids; ids are checked, a text is tokenized. Raises
-    ValueError.
+    """Return a prompt with its token ids and its adapter's name. Token ids are checked against the
+    vocabulary, a text is tokenized. Raises ValueError for invalid ids, and for a text without a
+    tokenizer.
     """
     if isinstance(prompt, IDS_TYPES):
         tokens = model.check_ids(prompt)
@@ -430,8 +440,8 @@ def _encode_prompt(model: Model, prompt: Any, adapter: str | None) -> EncodedPro
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a dtype, also by its name; None for None. Raises ValueError for one that weights
-    cannot have.
+    """Return a torch dtype from itself or its name ("bfloat16"); None for None. Raises ValueError
+    for one that weights cannot have.
     """
     if dtype is None or dtype in hf.FLOATS:
         return cast("torch.dtype | None", dtype)

@@ -30,9 +30,9 @@ T = TypeVar("T", bound="DataclassInstance")
 
 @contextmanager
 def value_errors(keywords: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Raise BadInput, ValueError, KeyError and OSError of this context as ValueError, with the
-    message of the command line in which options are written as keywords. `keywords`: option ->
-    keyword, where they differ.
+    """Context manager of the Python API: raise BadInput, ValueError, KeyError and OSError as a
+    ValueError, in whose message options of the command line are written as Python keywords.
+    `keywords`: option -> keyword, where the two names differ.
     """
     try:
         yield
@@ -41,7 +41,9 @@ def value_errors(keywords: Mapping[str, str] | None = None) -> Iterator[None]:
 
 
 def rewrite_options(text: str, keywords: Mapping[str, str]) -> str:
-    """Return a message of the command line with its options written as Python keywords."""
+    """Return a message of the command line with its options written as Python keywords
+    (--layout.tp 2 as layout={"tp": 2}). `keywords`: option -> keyword, where the two names differ.
+    """
     options = _options()
     # most keywords are the option's own name
     names = {**{name: name for name in options}, **keywords}
@@ -52,7 +54,9 @@ def rewrite_options(text: str, keywords: Mapping[str, str]) -> str:
 
 @cache
 def _options() -> dict[str, Any]:
-    """Return every option of a command with its type; None for the fields of models."""
+    """Return the type of every option that a message may name, of all commands that the Python API
+    has: dotted name -> type; None for the fields of models, whose types differ by family.
+    """
     known: dict[str, Any] = {"model.model_type": str}
     for family in families().values():
         # types differ between families
@@ -71,11 +75,10 @@ DATA_KEYWORDS = {f"data.{name}": name for name in field_types(TokenConfig)}
 
 
 def build_config(cls: type[T], excluded: Collection[str] = (), **keywords: Any) -> T:
-    """Build an instance of the config class `cls` from keywords; those of its section `data` may be
-    at the top level.
-
-    Raises ValueError for a keyword that is unknown or `excluded` (an option of the command only),
-    and for a value out of range.
+    """Return an instance of the config class `cls` with fields set by `keywords`. Nested sections
+    are mappings; fields of its section `data` may also be keywords themselves. Raises ValueError
+    for a keyword that is unknown or in `excluded` (options of the command only), and for a value of
+    a wrong type or out of range.
     """
     types = field_types(cls)
     data = field_types(types["data"]) if "data" in types else {}

@@ -122,8 +122,9 @@ def worker(
 
 
 def read_process() -> Launch:
-    """Return the rank and world of this process, from the variables of its launcher, else from the
-    process group. Raises BadInput without either.
+    """Return this process's rank, world size, local rank and local world size, from the environment
+    variables of its launcher; else rank and world size of torch's initialised process group, with
+    local rank 0 of 1. Raises BadInput without either.
     """
     started = process.read_launch()
     if started is not None:
@@ -137,8 +138,9 @@ def read_process() -> Launch:
 
 
 def show(*runs: str | PathLike, out: str | PathLike = "show.html") -> Path:
-    """`dolmen show RUN ...`: write the page of these runs to the file `out`, and return it. Raises
-    ValueError for a folder that is not a run, and for an existing file that is not such a page.
+    """Write one HTML page of these runs (folders or URLs), with their losses, speed, samples and
+    options, to the new file `out`, as `dolmen show RUN ...` does, and return its path. Raises
+    ValueError for a folder that is not a run, and if the file exists.
 
         dolmen.show("runs/one", "runs/two", out="both.html")
     """
@@ -161,11 +163,12 @@ def dryrun(
     progress: bool = True,
     **changes: Any,
 ) -> Dry:
-    """`dolmen dryrun RECIPE`: run a step as some `ranks` of a layout, on tensors without values,
-    with the kernels of `device`. The run is a recipe, a YAML file, a folder with a config.json or a
-    RunConfig, with `changes` as in `train`. `report.ledgers` has every operation of
-    each rank, `report.as_dict()` what --json writes, `report.table()` a table. Raises
-    ValueError on bad input, and for a step that would fail.
+    """Run a training step as each of some `ranks` of a layout would, on tensors without values and
+    without GPUs or other processes, with the kernels of `device`, as `dolmen dryrun RECIPE` does,
+    and report memory, FLOPs and messages. The run is a recipe, a YAML file, a folder with a
+    config.json or a RunConfig, with `changes` as in `train`. `report.ledgers` has every operation
+    of each rank, `report.as_dict()` what --json writes, `report.table()` a table. Raises ValueError
+    on bad input, and for a step that would fail.
 
         report = dolmen.dryrun("gpt3-175b", layout={"tp": 8, "pp": 16, "dp": 8}, ranks=[0, 1023])
         report.ledgers[0].peak
@@ -190,10 +193,11 @@ def plan(
     progress: bool = True,
     **options: Any,
 ) -> Plan:
-    """`dolmen plan MODEL --cluster CLUSTER`: find the fastest layouts of a model (a recipe, a YAML
-    file, a folder with a config.json, or a RunConfig) on a cluster (NAME, NAME:NODES or a YAML
-    file). `options` are those of the command: `layout` gives parts of the layout, `train` the
-    batch, the length, the microbatch and the dtype, in mappings.
+    """Predict step time and memory of the possible layouts of a model (a recipe, a YAML file, a
+    folder with a config.json, or a RunConfig) on a cluster (NAME, NAME:NODES or a YAML file), and
+    return the fastest, as `dolmen plan MODEL --cluster CLUSTER` does; nothing is run on GPUs.
+    `options` are those of the command: `layout` gives parts of the layout, `train` the batch, the
+    length, the microbatch and the dtype, in mappings.
 
     Returns a frozen value: `ranked` has the layouts, each with `estimate` (seconds, low,
     high, parts), `memory` of each stage, `mfu`, `bound` and `changes`; `dry` compares a dry
@@ -227,9 +231,9 @@ def plan_inference(
     tp: int | None = None,
     dtype: str | None = None,
 ) -> serving_plan.Inference:
-    """`dolmen plan MODEL --cluster CLUSTER --inference`: predict the memory of weights and KV
-    cache, and the time per token of `batch` sequences of `length` tokens, for each tp within a
-    node. Raises ValueError on bad input.
+    """Predict the memory of weights and KV cache, and the time per generated token, of `batch`
+    sequences of `length` tokens of a model on a cluster, for `tp` or else for each tp within a
+    node, as `dolmen plan MODEL --cluster CLUSTER --inference` does. Raises ValueError on bad input.
 
         dolmen.plan_inference("llama-70b", "hgx-h100:1", batch=32, length=8192).rows[-1].seconds
     """
@@ -249,8 +253,9 @@ def plan_inference(
 
 
 def _plan_request(model: str | PathLike | RunConfig, config: PlanConfig) -> PlanRequest:
-    """Return the request for a plan of a RunConfig, or of the run that a name or path stands for.
-    Raises ValueError.
+    """Return the planner's request: the name of the run, its configuration, and the plan's options
+    `config`. `model`: a RunConfig, or a recipe, YAML file or model folder, which is loaded. Raises
+    ValueError for anything else.
     """
     if isinstance(model, RunConfig):
         return PlanRequest(model.name, model, config)

@@ -46,20 +46,21 @@ class Damaged(Refused):
 
 
 def name(step: int) -> str:
-    """Folder name of the complete checkpoint of `step`."""
+    """Return the folder name of the complete checkpoint of `step`: step-00000100 for 100."""
     return f"step-{step:08d}"
 
 
 def is_whole(path: Path) -> bool:
-    """True if the folder is named as a complete checkpoint. The name alone decides: with that name
-    and a file missing it is damaged, not unfinished.
+    """Return whether `path` is a folder, or a symbolic link, with the name of a complete checkpoint
+    (step-N, or step-N.replaced). Its content is not looked at: with that name and a file missing it
+    is damaged, not unfinished.
     """
     return WHOLE.fullmatch(path.name) is not None and (path.is_dir() or path.is_symlink())
 
 
 def list_checkpoints(folder: Path) -> dict[int, Path]:
-    """Step -> folder of every complete checkpoint, oldest first; empty where `folder` does not
-    exist.
+    """Return step -> folder of every complete checkpoint in `folder` (by name, see `is_whole`),
+    lowest step first; {} where `folder` does not exist.
     """
     checkpoints = {}
     for path in sorted(folder.glob("step-*")):  # `step-1` comes before `step-1.replaced`, and wins
@@ -71,7 +72,9 @@ def list_checkpoints(folder: Path) -> dict[int, Path]:
 
 
 def describe_newest(folder: Path) -> str:
-    """Say which checkpoint a run can resume from, as a sentence without its end."""
+    """Return a sentence without full stop on which checkpoint in `folder` a run can resume from:
+    that of the highest step, or that nothing is saved yet.
+    """
     steps = list_checkpoints(folder)
     return (
         f"The newest complete checkpoint is that of step {max(steps)}"
@@ -90,15 +93,17 @@ def sync(path: Path) -> None:
 
 
 def clear_unfinished(folder: Path) -> None:
-    """Delete every unfinished save (.partial): there is one writer, so none is in progress."""
+    """Delete every unfinished save (step-N.partial) in `folder`; the caller is its only writer, so
+    no other save is in progress.
+    """
     for path in folder.glob(f"step-*{PARTIAL}"):
         if UNFINISHED.fullmatch(path.name) and path.is_dir():
             remove_checkpoint(path)
 
 
 def clear_own_files(folder: Path, rank: int) -> None:
-    """Delete the files of tensors of `rank` in unfinished saves, and of those the folders that are
-    empty then.
+    """Delete the files of tensors that `rank` wrote in unfinished saves (step-N.partial) in
+    `folder`, and the folders of these saves that are empty then.
     """
     for path in folder.glob(f"step-*{PARTIAL}"):
         for file in path.glob(f"__{rank}_*.distcp"):
@@ -108,8 +113,9 @@ def clear_own_files(folder: Path, rank: int) -> None:
 
 
 def commit(partial: Path) -> None:
-    """Rename a finished save to its final name, replacing an older save of the same step. A kill
-    between any two renames leaves one of them complete.
+    """Rename the folder of a finished save, step-N.partial, to its final name step-N; an older save
+    of the same step becomes step-N.replaced. Names are flushed to disk (fsync). A kill between any
+    two renames leaves one of the two saves complete.
     """
     final = partial.with_suffix("")
     # names of the files in it, before its own name changes
@@ -124,8 +130,8 @@ def commit(partial: Path) -> None:
 
 
 def prune(folder: Path, keep: int, saved: int) -> None:
-    """Delete old checkpoints: all but the `keep` newest (0: delete none) and the step just `saved`,
-    and leftovers of replaced ones.
+    """Delete old checkpoints in `folder`: all but the `keep` of the highest steps (0: delete none)
+    and that of the step just `saved`. Leftovers of replaced ones (step-N.replaced) go in any case.
     """
     checkpoints = list_checkpoints(folder)
     old = (
@@ -140,9 +146,9 @@ def prune(folder: Path, keep: int, saved: int) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Delete a checkpoint's files, those that a save writes, and its folder. Any other file stays,
-    in a folder renamed to `.kept`, which is never read. Of a symbolic link only the link is
-    deleted.
+    """Delete the files of a checkpoint's folder that a save writes, by name, and the folder. If it
+    has any other file, the folder stays, renamed to step-N.kept, which is never read. Of a symbolic
+    link only the link is deleted.
     """
     if path.is_symlink():
         return path.unlink()
@@ -156,15 +162,17 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def put_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint to a name that is never read; return the new path."""
+    """Rename the folder of a damaged checkpoint to step-N.damaged, or step-N.damaged-2 and so on if
+    that exists, names that are never read; return the new path.
+    """
     aside = free(path.with_name(path.name.split(".")[0] + DAMAGED))
     path.rename(aside)
     return aside
 
 
 def free(path: Path) -> Path:
-    """Return `path` if it does not exist, else the first of path-2, path-3, ... (before the file
-    suffix) that does not.
+    """Return `path` if nothing with that name exists, else the first of path-2, path-3, ... that
+    does not exist. The number goes before a file suffix (log-2.txt) but after .damaged and .kept.
     """
     suffix = path.suffix if path.suffix not in (DAMAGED, KEPT) else ""
     stem = path.name.removesuffix(suffix)

@@ -53,8 +53,9 @@ SMALL = (folders.METADATA, folders.STATE, folders.SEAL)
 
 
 def memory_folder(out: Path, job: str, root: Path = ROOT) -> Path:
-    """Return the folder of the snapshots of `job`, an id that its restarts share, in the run's
-    folder `out`.
+    """Return the path of the folder in memory (/dev/shm) for snapshots of the run with the folder
+    `out`; its name has this user's id and digests of `out` and `job`. `job`: an id that all
+    restarts of the job share. Nothing is created.
     """
     run, job = (
         hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
@@ -64,9 +65,9 @@ def memory_folder(out: Path, job: str, root: Path = ROOT) -> Path:
 
 
 def copy_targets(agents: Sequence[str]) -> list[int | None]:
-    """Return the rank to which each rank sends its file: one of the next agent's, so that those of
-    an agent are spread over the ranks of the next; None with one agent. `agents`: that of each
-    rank.
+    """Return, for each rank, the rank to which it sends a copy of its snapshot file: a rank of the
+    next agent (launcher of a host's workers), cyclically, so that the ranks of an agent are spread
+    evenly over those of the next. All None with a single agent. `agents`: agent id of each rank.
     """
     ranks: dict[str, list[int]] = {}
     for rank, agent in enumerate(agents):
@@ -81,8 +82,9 @@ def copy_targets(agents: Sequence[str]) -> list[int | None]:
 
 
 def remove_memory(folder: Path) -> None:
-    """Delete the snapshots in a folder of `memory_folder` on this host: files that saves write, and
-    the folders that they leave empty.
+    """Delete the snapshots in `folder`, a path of `memory_folder`, on this host: only files that
+    saves write, and folders that are empty then. Nothing happens if it is a link, another user's or
+    missing.
     """
     if not _is_own(folder):
         return
@@ -97,7 +99,7 @@ def remove_memory(folder: Path) -> None:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether `path` is a folder of this user, and no link."""
+    """Return whether `path` is an existing folder that this user owns, and no symbolic link."""
     return path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid()
 
 
@@ -115,6 +117,10 @@ class MemoryWriter(Writer):
         group: dist.ProcessGroup | None,
         targets: Sequence[int | None],
     ):
+        """Prepare the write of the snapshot of `step` below `folder`, this agent's in memory.
+        `state`: text of its state.json; `group`: process group for the exchange of files;
+        `targets`: for each rank, the rank to which it sends its file, or None.
+        """
         super().__init__(folder, step, state, KEPT, pinned_for(mesh.device))
         self.group = group
         self.target = targets[mesh.rank]
@@ -122,8 +128,10 @@ class MemoryWriter(Writer):
         self.file = f"__{mesh.rank}_0.distcp"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
-        """Write this rank's file, and exchange files with the ranks of other agents. Those wait for
-        it, so where a write fails nothing is sent in its place, and the error is raised afterwards.
+        """Write this rank's file of tensors to memory, exchange files with the ranks of other
+        agents, and return the results of the write with checksums. If the write fails, the exchange
+        still takes place, with an empty message, as other ranks wait for it; then the error is
+        raised.
         """
         results, failure = None, None
         try:
@@ -140,13 +148,14 @@ class MemoryWriter(Writer):
         return results
 
     def _exchange_files(self, is_written: bool) -> OSError | None:
-        """Send this rank's file, if it `is_written`, to `target`, and write those of `sources`.
-        Return the first error of a write: it must not end the exchange.
+        """Send this rank's file to the rank `target` (an empty message unless `is_written`), and
+        receive and write those of the ranks `sources`. Return the first error of a write, or None:
+        it must not end the exchange.
         """
-        own, sent, failure = self.partial / self.file, [], None
+        path, sent, failure = self.partial / self.file, [], None
         if self.target is not None:
-            has_file = is_written and own.exists()
-            content = gate.read_bytes(own, own.stat().st_size) if has_file else b""
+            has_file = is_written and path.exists()
+            content = gate.read_bytes(path, path.stat().st_size) if has_file else b""
             tensors = [torch.tensor([len(content)])]
             if content:  # torch makes no tensor of an empty buffer
                 tensors.append(torch.frombuffer(bytearray(content), dtype=torch.uint8))
@@ -174,7 +183,11 @@ class MemorySnapshots:
     """
 
     def __init__(self, folder: Path, agent: str, mesh: Mesh):
-        """Make a process group for background saves (collective)."""
+        """Make this agent's folder in memory below `folder` (a path of `memory_folder`), delete
+        unfinished snapshots in it, and make a process group for background saves. Collective.
+        `agent`: id of the launcher of this host's workers. Raises OSError for a folder of another
+        user or a link.
+        """
         self.mesh = mesh
         self.group = background_group(timedelta(hours=1)) if mesh.grid is not None else None
         agents = [agent] if self.group is None else consensus.gather_objects(agent)
@@ -192,9 +205,11 @@ class MemorySnapshots:
         self._saving: Future[None] | None = None
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict) -> None:
-        """Copy `tensors` to memory and return; they are written in the background. Finishes the
-        snapshot before first. Raises as `finish` where that one has failed, when this one has
-        started: on other ranks it may have succeeded, and they start this one too.
+        """Save a snapshot of `step`: wait for the previous one, copy this rank's `tensors` to CPU
+        memory and return; a thread writes them, with `meta` as JSON, to the host's memory
+        (/dev/shm) and exchanges copies with other hosts. Collective. If the previous one failed,
+        its error (see `finish`) is raised after this one has started: on other ranks it may have
+        succeeded, and they start this one too.
         """
         failure = None
         try:
@@ -208,8 +223,9 @@ class MemorySnapshots:
             raise failure
 
     def _write(self, writer: MemoryWriter, staged: dict[str, Tensor]) -> None:
-        """Write one snapshot on every rank, send the small files to all agents, and give it its
-        name; rank 0's has it already.
+        """Write one snapshot from the copies `staged`, on every rank, send .metadata, state.json
+        and the seal from rank 0 to all agents, rename the folder to its final name, and delete all
+        but the two newest. Runs in the thread; collective.
         """
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         save(
@@ -242,7 +258,9 @@ class MemorySnapshots:
             saving.result()
 
     def close(self, done: bool) -> None:
-        """Finish, and delete the snapshots on this host if the run is `done`."""
+        """Wait for the snapshot in progress, ignoring its errors, and end the thread. If the run is
+        `done`, delete its snapshots on this host.
+        """
         # the run has ended, and its last step is a checkpoint
         with suppress(OSError, RuntimeError, CheckpointException):
             self.finish()
@@ -258,8 +276,10 @@ ranks.
 
 
 def list_memory(folder: Path) -> dict[Snapshot, tuple[list[str], dict[str, Path]]]:
-    """Return the snapshots that this host has in a folder of `memory_folder`: the names of all
-    files of each, and the paths of those that are here. What is damaged is left out.
+    """Return the snapshots that this host has in `folder`, a path of `memory_folder`: (step, digest
+    of the seal) -> (names of all files that the snapshot has on any host, path of each that is
+    here). Snapshots with a damaged seal or state.json, of another user or behind links are left
+    out.
     """
     found: dict[Snapshot, tuple[list[str], dict[str, Path]]] = {}
     if not _is_own(folder):
@@ -283,10 +303,11 @@ def list_memory(folder: Path) -> dict[Snapshot, tuple[list[str], dict[str, Path]
 
 
 def restore(folder: Path, checkpoints: Path, mesh: Mesh) -> int | None:
-    """Write the newest snapshot that is whole into the folder `checkpoints`, if it is newer than
-    what is there, and return its step, else None; then delete all snapshots. Collective: every rank
-    calls it, and each file is written by one that has it on its host. Raises ValueError on every
-    rank where a write fails.
+    """Copy the newest snapshot of which every file is in the memory (`folder`) of some host to
+    disk, as a checkpoint in `checkpoints`, if its step is higher than that of any checkpoint there,
+    and return its step; return None if there is none. Then delete all snapshots on all hosts.
+    Collective: each file is written by the first rank that has it. Raises ValueError on every rank
+    where a write fails.
     """
     local = list_memory(folder)
     mine = {key: (names, [*files]) for key, (names, files) in local.items()}
@@ -302,8 +323,8 @@ def restore(folder: Path, checkpoints: Path, mesh: Mesh) -> int | None:
             for name in names
         }
         if key[0] > newest and all(having.values()):
-            own = [local[key][1][name] for name, ranks in having.items() if ranks[0] == mesh.rank]
-            _write_checkpoint(checkpoints / folders.name(key[0]), own, mesh)
+            mine = [local[key][1][name] for name, ranks in having.items() if ranks[0] == mesh.rank]
+            _write_checkpoint(checkpoints / folders.name(key[0]), mine, mesh)
             restored = key[0]
             break
     clear_memory(folder, mesh)
@@ -311,8 +332,9 @@ def restore(folder: Path, checkpoints: Path, mesh: Mesh) -> int | None:
 
 
 def clear_memory(folder: Path, mesh: Mesh) -> None:
-    """Delete all snapshots of the run to which a folder of `memory_folder` belongs, on every host,
-    those of earlier jobs too. Collective.
+    """Delete all snapshots in memory of the run to which `folder`, a path of `memory_folder`,
+    belongs, on every host, those of its earlier jobs too. Collective: the first rank of each host
+    deletes, and all wait for it.
     """
     hosts = _gather(socket.gethostname(), mesh)
     if hosts.index(hosts[mesh.rank]) == mesh.rank:
@@ -322,28 +344,31 @@ def clear_memory(folder: Path, mesh: Mesh) -> None:
 
 
 def _gather(mine: Any, mesh: Mesh) -> list[Any]:
-    """Return the object of every rank, on every rank."""
+    """Return the list of every rank's object `mine`, by rank, on every rank (all-gather)."""
     return [mine] if mesh.size == 1 else consensus.gather_objects(mine)
 
 
 def _write_checkpoint(final: Path, files: Sequence[Path], mesh: Mesh) -> None:
-    """Write the checkpoint `final`, of which this rank has `files`; collective."""
+    """Write the folder `final` of a checkpoint: each rank copies its `files` (on its host) into a
+    partial folder, which gets its final name at last. Collective; an error on one rank is raised on
+    all.
+    """
     partial = final.with_name(final.name + PARTIAL)
 
     def make_folder() -> None:
-        """Make the empty folder, on the first rank."""
+        """Delete unfinished saves and make the empty partial folder, on the first rank only."""
         if mesh.first:
             folders.clear_unfinished(final.parent)
             partial.mkdir(parents=True)
 
     def copy_files() -> None:
-        """Copy this rank's files to disk."""
+        """Copy this rank's files into the partial folder, and fsync them."""
         for file in files:
             shutil.copyfile(file, partial / file.name, follow_symlinks=False)
             folders.sync(partial / file.name)
 
     def commit() -> None:
-        """Give the checkpoint its name, on the first rank."""
+        """Rename the partial folder to its final name, on the first rank only."""
         if mesh.first:
             folders.commit(partial)
 

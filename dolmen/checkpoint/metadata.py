@@ -51,9 +51,10 @@ class Numbers(NamedTuple):
 
 
 def find_numbers(file: io.BufferedIOBase, position: int, length: int) -> Numbers:
-    """Find the numbers of a torch.save archive of `length` bytes at `position` of the file, by the
-    zip directory alone. Raises BadZipFile, ValueError, OSError, NotImplementedError or EOFError
-    where it is not such an archive.
+    """Return where the numbers of a tensor are that torch.save wrote into `length` bytes of an open
+    file from byte `position` on: first byte in the file, size in bytes, and the recorded CRC-32.
+    Reads the directory of the zip archive, not the numbers. Raises BadZipFile, ValueError, OSError,
+    NotImplementedError or EOFError where it is not such an archive.
     """
     window = Window(file, position, length)
     with zipfile.ZipFile(window) as archive:
@@ -84,7 +85,7 @@ def blocks(file: io.BufferedIOBase, start: int, size: int, row: int, name: str) 
 
 
 def compare(checksum: int, expected: int, name: str) -> None:
-    """Raise BadZipFile unless the checksum of the tensor `name` is the expected one."""
+    """Raise BadZipFile, naming the tensor `name`, unless `checksum` equals `expected`."""
     if checksum != expected:
         raise zipfile.BadZipFile(f"the checksum of {name} is wrong")
 
@@ -150,8 +151,9 @@ def read_metadata(seal: Seal) -> Metadata:
 
 
 def _read_pickle(content: bytes, names: Mapping[tuple[str, str], Any]) -> Metadata:
-    """Unpickle a description; only the classes in `names` may occur. Raises TypeError for anything
-    else than Metadata.
+    """Return the Metadata that a pickle describes, without running code from it: `names` maps
+    (module, name) to the class used for it, and other names raise an error. Raises TypeError if
+    the pickled object is no Metadata.
     """
     loaded = pickles.load(content, lambda module, name: names.get((module, name)))
     if not isinstance(loaded, Metadata):
@@ -170,8 +172,10 @@ class Foreign(NamedTuple):
 
 
 def read_foreign(file: Path) -> Foreign:
-    """Read and check DCP's description of a checkpoint written by Megatron. Raises Refused where it
-    is missing, damaged, or refers to anything that does not belong there.
+    """Read and check DCP's description (the .metadata file `file`) of a checkpoint written by
+    Megatron-Core: its tensors, and where they and all other entries are stored. Raises Refused
+    where it is missing, damaged, uses classes that do not belong there, or names files outside the
+    folder.
     """
     content = read_bytes(file, MOST)
     try:
@@ -193,7 +197,9 @@ def read_foreign(file: Path) -> Foreign:
 
 
 def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Name -> metadata of each tensor. Raises TypeError where anything else is described."""
+    """Return name -> description (shape, dtype, chunks) of each tensor in DCP's `metadata`. Raises
+    TypeError if it describes anything but tensors.
+    """
     entries = metadata.state_dict_metadata
     stored = {n: t for n, t in entries.items() if type(t) is TensorStorageMetadata}
     if odd := [n for n in entries if n not in stored]:
@@ -237,17 +243,17 @@ class Box(Protocol):
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Index of its first element along each dim."""
+        """Return the index of the part's first element along each dim of the tensor."""
         ...
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Its elements along each dim."""
+        """Return how many elements the part has along each dim."""
         ...
 
 
 def overlap(chunks: Sequence[Box]) -> bool:
-    """True if two of the chunks share an element."""
+    """Return whether any two of these rectangular parts of one tensor share an element."""
     boxes = [list(zip(c.offsets, c.sizes, strict=True)) for c in chunks if math.prod(c.sizes)]
     return any(
         all(a < b + m and b < a + n for (a, n), (b, m) in zip(box, other, strict=True))
@@ -257,8 +263,9 @@ def overlap(chunks: Sequence[Box]) -> bool:
 
 
 def _check_places(places: Mapping, stored: dict[str, TensorStorageMetadata]) -> None:
-    """Raise unless each chunk has a place in a file of the checkpoint that is large enough for
-    it.
+    """Raise TypeError, ValueError or KeyError unless `places` (DCP's storage_data: index of a chunk
+    -> file, offset, length) has a place of sufficient size for each chunk of the tensors `stored`
+    and for nothing else, each in a file of the checkpoint's folder.
     """
     missing: dict[str, set] = defaultdict(set)
     for name, t in stored.items():
@@ -280,8 +287,8 @@ def _check_places(places: Mapping, stored: dict[str, TensorStorageMetadata]) -> 
 
 
 def _check_place(name: str, place: Place, size: int) -> None:
-    """Raise unless the place is a valid range of a file in the checkpoint's own folder, of at
-    least `size` bytes.
+    """Raise TypeError or ValueError, naming the tensor `name`, unless `place` is a range of at
+    least `size` bytes in a file that a save writes, in the checkpoint's own folder.
     """
     if type(place) is not Place or type(place.relative_path) is not str:
         raise TypeError(f"the place of {name} is missing")

@@ -41,20 +41,21 @@ class RemoteFiles(Protocol):
     """The files of one checkpoint at a URL."""
 
     def size(self, name: str) -> int:
-        """Size of a file in bytes, -1 where it is missing."""
+        """Return the size in bytes of the file `name` at the URL; -1 where it is missing."""
         ...
 
     def fetch(self, name: str, check: Callable[[Path], None]) -> None:
-        """Download a file into the checkpoint's folder. `check` raises Damaged for wrong content:
-        then it is downloaded again, and the error raised in the end.
+        """Download the file `name` into the checkpoint's local folder. `check` is called with the
+        downloaded file and raises Damaged for wrong content; then the download is repeated a few
+        times, and the error raised in the end.
         """
         ...
 
 
 @contextmanager
 def damage_named(file: Path) -> Iterator[None]:
-    """Context manager: errors of reading a file of tensors are raised as Damaged, which names
-    it.
+    """Context manager: errors of reading a file of tensors are raised as Damaged that names
+    `file`.
     """
     try:
         yield
@@ -72,8 +73,9 @@ class Reader(FileSystemReader):
     """
 
     def __init__(self, folder: Path, remote: RemoteFiles | None = None):
-        """Read the seal, state.json and the description of `folder`; no tensors. `remote` has the
-        files of tensors that are not there. Raises Damaged, or ValueError for a newer format.
+        """Open the checkpoint in the step folder `folder`: read and check its seal, state.json and
+        .metadata, but no tensors. `remote`: the checkpoint at a URL, from where files of tensors
+        that the folder lacks are downloaded. Raises Damaged, or ValueError for a newer format.
         """
         super().__init__(folder)
         self.folder, self.remote = folder, remote
@@ -88,59 +90,68 @@ class Reader(FileSystemReader):
         self._numbers: dict[str, dict[int, Numbers]] = {}  # of files that were opened, by position
 
     def read_metadata(self, *args, **kwargs) -> Metadata:
-        """Return DCP's description, which was read and checked on opening."""
+        """Return DCP's Metadata of the checkpoint, which was read and checked on opening. DCP calls
+        this; arguments are ignored.
+        """
         return self.metadata
 
     def check_files(self) -> None:
-        """Raise Damaged if a file of tensors is missing or of another size than it was; reads
-        none.
+        """Raise Damaged if a file of tensors, here or at the URL, is missing or has not the size
+        that the seal records. Reads sizes only.
         """
         for name in self._places:
             is_remote = self.remote is not None and not (self.folder / name).exists()
             size = self.remote.size(name) if self.remote is not None and is_remote else None
-            self.seal.check_size(name, self._least(name), size)
+            self.seal.check_size(name, self._bytes_needed(name), size)
 
-    def _least(self, name: str) -> int:
-        """Bytes that the parts in a file need."""
+    def _bytes_needed(self, name: str) -> int:
+        """Return how many bytes the file `name` must have: up to the end of its last stored part,
+        by .metadata.
+        """
         return max(offset + length for offset, length in self._places[name])
 
     def fetch(self, name: str) -> None:
-        """Download a file of tensors that is not in the folder, compared with the seal. Raises
-        Damaged where it differs each time, and StorageError.
+        """Download the file of tensors `name` if there is a URL and the folder lacks it, verifying
+        all its checksums. Raises Damaged where each download differs from the seal, and
+        StorageError.
         """
         if self.remote is not None and not (self.folder / name).exists():
             # before anything is downloaded
-            self.seal.check_size(name, self._least(name), self.remote.size(name))
+            self.seal.check_size(name, self._bytes_needed(name), self.remote.size(name))
             self.remote.fetch(name, lambda file: self._verify_file(file, name))
 
     def fetch_all(self) -> None:
-        """Download all files of tensors that are not in the folder. Raises as `fetch`."""
+        """Download all files of tensors that the folder lacks, if there is a URL. Raises as
+        `fetch`.
+        """
         for name in self._places:
             self.fetch(name)
 
     def _verify_file(self, file: Path, name: str) -> None:
-        """Read all parts in a file of tensors. Raises Damaged unless the file, at the path `file`,
-        is that of the seal.
+        """Read the file at path `file` whole, a download of the file of tensors `name`. Raises
+        Damaged unless the parts in it are those that the seal records, with right checksums.
         """
         with damage_named(self.folder / name), open(file, "rb") as content:
-            for at, numbers in self._heads(content, name).items():
+            for at, numbers in self._find_parts(content, name).items():
                 checksum, what = 0, f"the part at {at}"
                 for block in metadata.blocks(content, numbers.start, numbers.size, 1, what):
                     checksum = zlib.crc32(block.numpy().data, checksum)
                 metadata.compare(checksum, numbers.crc, what)
 
     def load(self, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()) -> None:
-        """Fill `tensors` in place, each rank its own part. `elsewhere`: stored names that may be
-        absent from `tensors`, as other pipeline stages have them. Raises KeyError for missing or
-        unexpected names, ValueError for other shapes, Damaged for a file that is missing, damaged
-        or truncated.
+        """Fill `tensors` (name -> tensor or DTensor) in place from the checkpoint, on each rank its
+        own shard, without communication. `elsewhere`: stored names that may be absent from
+        `tensors`, as other pipeline stages have them. Raises KeyError for missing or unexpected
+        names, ValueError for other shapes, Damaged for a file that is missing, damaged or
+        truncated.
         """
         self._check(tensors, elsewhere)
         self.fill(tensors)
 
     def fill(self, tensors: dict[str, Tensor]) -> None:
-        """Fill tensors in place whose names and shapes are known to match. Raises Damaged for
-        damaged files, also where the stored parts do not cover a tensor.
+        """Fill `tensors` (name -> tensor or DTensor) in place from the checkpoint, on each rank its
+        own shard, like `load` but without comparing names and shapes first. Raises Damaged for
+        damaged files, and if the stored parts do not cover a tensor.
         """
         # DCP's planner intersects what this rank holds of each tensor with the parts that are
         # stored, whatever layout cut either. What is in no part it leaves as it was, and says
@@ -159,8 +170,9 @@ class Reader(FileSystemReader):
         self.read_data(plan, planner)
 
     def _check(self, tensors: dict[str, Tensor], elsewhere: Collection[str]) -> None:
-        """Raise KeyError for names that are missing or unexpected (a whole kind, the part before
-        "/", may be left out), ValueError for other shapes.
+        """Compare names and shapes of `tensors` with those stored. Raises KeyError for names that
+        are not stored, and for stored names that are neither in `tensors` nor in `elsewhere`,
+        unless `tensors` has none of their kind (the part before "/"); ValueError for other shapes.
         """
         stored = self.stored
         kinds = {n.split("/")[0] for n in tensors}  # a kind may be left out whole: the model alone
@@ -184,7 +196,10 @@ class Reader(FileSystemReader):
             raise ValueError(f"{self.folder} holds {len(other)} tensors of other shapes: {shapes}")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read the plan's items, file by file in the order of their bytes."""
+        """Read the items of DCP's load plan into the tensors that `planner` has for them, file by
+        file in the order of their bytes. DCP calls this; the returned future is done. Raises
+        Damaged.
+        """
         # by position: a resume at the same layout then reads each file once, from its beginning on
         places = self.metadata.storage_data
         files: dict[str, list[ReadItem]] = {}
@@ -200,19 +215,21 @@ class Reader(FileSystemReader):
 
     @contextmanager
     def _open(self, name: str) -> Iterator[BufferedIOBase]:
-        """Context manager: an open file of tensors whose list of parts matches the seal. Errors of
-        reading inside it are raised as Damaged.
+        """Context manager: open the file of tensors `name`, downloaded first if it is only at the
+        URL, after comparing its size and the list of its parts with the seal (once per Reader).
+        Errors of reading inside the context are raised as Damaged.
         """
         self.fetch(name)
         with damage_named(self.folder / name), open(self.folder / name, "rb") as file:
             if name not in self._numbers:
-                self.seal.check_size(name, self._least(name))
-                self._numbers[name] = self._heads(file, name)
+                self.seal.check_size(name, self._bytes_needed(name))
+                self._numbers[name] = self._find_parts(file, name)
             yield file
 
-    def _heads(self, file: BufferedIOBase, name: str) -> dict[int, Numbers]:
-        """Byte position -> place of the numbers, for every part in a file. Raises Damaged where
-        checksums are not those of the seal.
+    def _find_parts(self, file: BufferedIOBase, name: str) -> dict[int, Numbers]:
+        """Return, for every stored part in the open file `name`, the byte position of the part ->
+        where its numbers are and their recorded CRC-32. Raises Damaged where these checksums are
+        not those that the seal records; the numbers are not read.
         """
         where = self._places[name]
         heads = {offset: metadata.find_numbers(file, offset, length) for offset, length in where}
@@ -220,20 +237,21 @@ class Reader(FileSystemReader):
         return heads
 
     def verify(self, stored: Iterable[MetadataIndex]) -> None:
-        """Read these stored parts whole, only to verify their checksums. Raises Damaged where one
-        is wrong.
+        """Read these stored parts of tensors whole, only to verify their checksums (CRC-32). Raises
+        Damaged where one is wrong.
         """
         for index in stored:
             with self._open(self.metadata.storage_data[index].relative_path) as file:
-                sizes, row, start, expected = self._place(index)
+                sizes, row, start, expected = self._locate_part(index)
                 checksum = 0
                 for block in metadata.blocks(file, start, sizes[0] * row, row, index.fqn):
                     checksum = zlib.crc32(block.numpy().data, checksum)
                 metadata.compare(checksum, expected, index.fqn)
 
-    def _place(self, index: MetadataIndex) -> tuple[tuple[int, ...], int, int, int]:
-        """Return of a stored part in an open file: its sizes, bytes per row, position of its
-        numbers in the file, and their CRC-32.
+    def _locate_part(self, index: MetadataIndex) -> tuple[tuple[int, ...], int, int, int]:
+        """Return, for a stored part of a tensor in a file opened before: its shape ((1,) for a
+        scalar), bytes per row, byte position of its numbers in the file, and their recorded CRC-32.
+        Raises BadZipFile where the numbers have another size than the shape needs.
         """
         stored = self.stored[index.fqn]
         chunk = (
@@ -252,13 +270,14 @@ class Reader(FileSystemReader):
         return sizes, row, numbers.start, numbers.crc
 
     def _read(self, file: BufferedIOBase, item: ReadItem, target: Tensor) -> None:
-        """Copy the rows and columns that `item` names, of one stored part, into `target`. Verifies
-        the checksum if all rows are read, else adds the part to `partly`.
+        """Copy the rows and columns of one stored part that DCP's `item` names from the open file
+        into `target`. Raises BadZipFile if all rows are read and their checksum is wrong; if only
+        some are, the part is added to `partly`, to be verified later.
         """
         index = item.storage_index
         offsets = tuple(item.storage_offsets) or (0,)
         lengths = tuple(item.lengths) or (1,)
-        sizes, row, start, expected = self._place(index)
+        sizes, row, start, expected = self._locate_part(index)
         dtype = self.stored[index.fqn].properties.dtype
         target = target.reshape(lengths)
         # Rows lie one after the other in the file, columns do not. So whole rows are read, 64 MiB
@@ -286,8 +305,10 @@ class Checkpoint:
     """
 
     def __init__(self, folder: Path, remote: RemoteFiles | None = None):
-        """Open the checkpoint in step folder `folder` and check the sizes of its files. `remote`
-        has the files of tensors that are not there. Raises Damaged.
+        """Open the checkpoint in the step folder `folder` for one process: read its seal,
+        state.json and .metadata and check the sizes of its files. `remote`: the checkpoint at a
+        URL, from where files of tensors that the folder lacks are downloaded when they are read.
+        Raises Damaged, or ValueError for a newer format.
         """
         self._reader = Reader(folder, remote)
         self._reader.check_files()
@@ -297,8 +318,8 @@ class Checkpoint:
         }
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
-        """Read a whole tensor to CPU. Raises KeyError for an unknown name, Damaged for a damaged
-        file.
+        """Return the whole tensor `name` (model/NAME, exp_avg/NAME, ...) on the CPU, put together
+        from its stored shards. Raises KeyError for an unknown name, Damaged for a damaged file.
         """
         if name not in self.specs:
             raise KeyError(
@@ -310,22 +331,25 @@ class Checkpoint:
         return tensor
 
     def stream(self, kind: str = "model") -> Iterator[tuple[str, Tensor]]:
-        """Yield (NAME, whole CPU tensor) of every `kind/NAME`. Raises Damaged."""
+        """Yield (NAME, whole CPU tensor) for every stored tensor `kind/NAME`, one in memory at a
+        time; `kind`: model, exp_avg and so on. Raises Damaged.
+        """
         for name in self.specs:
             if name.startswith(f"{kind}/"):
                 yield name.removeprefix(f"{kind}/"), self.read(name)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Open the checkpoint in a step folder (see `locate`). Raises Damaged where it is damaged or
-    unsafe to read.
+    """Return the opened checkpoint in a step folder, without reading tensors. Raises Damaged where
+    it is damaged or unsafe to read.
     """
     return Checkpoint(Path(folder))
 
 
 def locate(path: Path) -> Path:
-    """Return the step folder that `path` stands for: itself, or the newest complete one in a run's
-    folder or folder of checkpoints. Raises ValueError where there is none.
+    """Return the step folder of a checkpoint that `path` stands for: itself if it is one, else the
+    newest complete one in it, a run's folder or a folder of checkpoints. Raises ValueError where
+    there is none.
     """
     path = Path(path)
     partial = path.name.endswith(PARTIAL)

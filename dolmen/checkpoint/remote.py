@@ -51,19 +51,24 @@ class RemoteCheckpoints:
     """
 
     def __init__(self, url: str, folder: Path, push_run: Callable[[], None] = lambda: None):
+        """Prepare access, without any request. `url`: of the folder of checkpoints; `folder`: local
+        folder with copies of them; `push_run`: uploads the other files of the run, before a seal.
+        """
         self.url, self.folder, self.push_run = url, folder, push_run
         self._remote = RemoteFolder(url)
         self._files: dict[int, dict[str, StoredFile]] = {}  # of complete checkpoints, by step
 
     def list_complete(self) -> dict[int, dict[str, StoredFile]]:
-        """List the files of each complete checkpoint at the URL: step -> name -> size and time,
-        oldest first.
+        """Return the files of each complete checkpoint (with a seal) at the URL, step -> file name
+        -> its size and time, lowest step first. Requests the list anew and remembers it.
         """
         self._files = {step: files for step, files in self._list().items() if SEAL in files}
         return self._files
 
     def _list(self) -> dict[int, dict[str, StoredFile]]:
-        """List the files of each checkpoint at the URL, complete or not, oldest first."""
+        """Request the files of each checkpoint at the URL, complete or not: step -> file name ->
+        size and time, lowest step first.
+        """
         steps: dict[int, dict[str, StoredFile]] = defaultdict(dict)
         for name, stored in self._remote.files().items():
             if match := STEP.fullmatch(name):
@@ -71,9 +76,10 @@ class RemoteCheckpoints:
         return dict(sorted(steps.items()))
 
     def drop_others(self, is_copy: bool) -> None:
-        """Compare the local checkpoints with those at the URL, if it has any. `is_copy`: the local
-        folder is a copy of the URL, so those that differ or are not there are deleted. Otherwise
-        raises ValueError for one of the same step with other content.
+        """Compare the local checkpoints with those at the URL, by their seals; nothing happens if
+        the URL has none. With `is_copy`, the local folder is a mere copy: a local checkpoint that
+        differs from that of the URL, or is not there, is deleted. Otherwise raises ValueError for a
+        local one whose step is at the URL with other content.
         """
         complete = self._files or self.list_complete()
         for step, path in folders.list_checkpoints(self.folder).items() if complete else ():
@@ -86,14 +92,16 @@ class RemoteCheckpoints:
                 folders.remove_checkpoint(path)
 
     def _is_same(self, step: int, path: Path) -> bool:
-        """Return True if the local checkpoint has the seal of that at the URL."""
+        """Return whether the local checkpoint `path` has the same seal as that of `step` at the
+        URL; False where a seal cannot be read.
+        """
         with suppress(gate.Refused):
             return read_seal(path) == self._read(step, SEAL)
         return False
 
     def _read(self, step: int, name: str) -> bytes:
-        """Read a small file of a complete checkpoint at the URL. Raises Damaged where it is
-        missing.
+        """Return the content of the small file `name` of the complete checkpoint of `step` at the
+        URL. Raises Damaged where it is missing or too large.
         """
         if (stored := self.find(step, name)) is None:
             raise Damaged(f"{self.url}/{folders.name(step)} is damaged: it lacks {name}")
@@ -101,9 +109,10 @@ class RemoteCheckpoints:
             return self._remote.read(f"{folders.name(step)}/{name}", stored, seal.LARGEST[name])
 
     def pull_step(self, step: int) -> Path:
-        """Make the local folder of a complete checkpoint with its small files, compared with the
-        seal, and return it, unless it is there. What differs is downloaded again; what differs
-        still is left to readers, which raise Damaged.
+        """Return the local folder of the complete checkpoint of `step` at the URL. If it does not
+        exist, make it and download the seal, .metadata and state.json, again if they do not match
+        the seal; if they never do, the reader of the folder raises Damaged. Files of tensors are
+        not downloaded. Processes of this host wait for each other.
         """
         final = self.folder / folders.name(step)
         with storage.lock_file(storage.local_copy(self.url) / final.name):
@@ -112,8 +121,8 @@ class RemoteCheckpoints:
         return final
 
     def _pull_small_files(self, step: int, final: Path) -> None:
-        """Download the files of a checkpoint that are not tensors, and give its folder the name
-        `final`.
+        """Download the seal, .metadata and state.json of the checkpoint of `step` into a partial
+        folder, repeatedly while they do not match the seal, and rename it to `final`.
         """
         partial = final.with_name(final.name + PARTIAL)
         if partial.exists():
@@ -128,16 +137,22 @@ class RemoteCheckpoints:
         folders.commit(partial)
 
     def open_step(self, step: int) -> "RemoteCheckpoint":
-        """Return the checkpoint of `step` at the URL, for a reader of its local folder."""
+        """Return the files of the checkpoint of `step` at the URL as an object that a Reader of its
+        local folder uses to download those that the folder lacks. No request is made.
+        """
         return RemoteCheckpoint(self, step)
 
     def find(self, step: int, name: str) -> StoredFile | None:
-        """Size and time of a file of a complete checkpoint at the URL, None where it is missing."""
+        """Return size and time of the file `name` of the complete checkpoint of `step` at the URL,
+        by the list requested last; None where the file or the checkpoint is missing.
+        """
         return (self._files or self.list_complete()).get(step, {}).get(name)
 
     def fetch(self, step: int, name: str, check: Callable[[Path], None]) -> None:
-        """Download a file of a complete checkpoint into its local folder. Raises Damaged where it
-        is missing at the URL, and as `check` does.
+        """Download the file `name` of the complete checkpoint of `step` into its local folder, and
+        call `check` with the downloaded file before it gets its name; where `check` raises an
+        error, the download is repeated. Raises Damaged where the file is missing at the URL, and
+        the error of `check`.
         """
         stored, path = self.find(step, name), f"{folders.name(step)}/{name}"
         if stored is None:
@@ -146,26 +161,31 @@ class RemoteCheckpoints:
             self._remote.download(path, stored, self.folder / path, check)
 
     def begin(self, step: int) -> None:
-        """Declare that the checkpoint of `step` at the URL is not complete (any more)."""
+        """Delete the seal of the checkpoint of `step` at the URL, if it has one, so that it is not
+        complete while it is uploaded.
+        """
         self._remote.delete(f"{folders.name(step)}/{SEAL}")
 
     def upload(self, step: int, files: Iterable[Path]) -> None:
-        """Upload files of the checkpoint of `step`."""
+        """Upload local files into the folder of the checkpoint of `step` at the URL, under their
+        own names.
+        """
         for file in files:
             self._remote.upload(file, f"{folders.name(step)}/{file.name}")
 
     def finish(self, step: int, partial: Path) -> None:
-        """Upload the small files of a checkpoint whose other files are uploaded, and its seal after
-        all others.
+        """Complete the checkpoint of `step` at the URL, whose files of tensors are uploaded: upload
+        the run's other files (`push_run`), .metadata and state.json from the local folder
+        `partial`, and last its seal.
         """
         self.push_run()
         self.upload(step, [partial / METADATA, partial / STATE])
         self._remote.write(f"{folders.name(step)}/{SEAL}", read_seal(partial))
 
     def prune(self, keep: int, saved: int) -> None:
-        """Delete old checkpoints at the URL: all but the `keep` newest (0: delete none) and the
-        step just `saved`, and what killed runs left. Nothing but files that a save writes is
-        deleted.
+        """Delete old checkpoints at the URL: all complete ones but the `keep` of the highest steps
+        (0: delete none) and that of the step just `saved`, and all incomplete ones, which killed
+        runs left; not those set aside as damaged. Only files that a save writes are deleted.
         """
         steps = self._list()
         complete = [step for step, files in steps.items() if SEAL in files]
@@ -178,8 +198,8 @@ class RemoteCheckpoints:
                         self._remote.delete(f"{folders.name(step)}/{name}")
 
     def put_aside(self, step: int) -> None:
-        """Rename the seal of a damaged checkpoint at the URL, so that it is never read nor
-        pruned.
+        """Rename the seal of the damaged checkpoint of `step` at the URL to seal.damaged, so that
+        it is never read again and never pruned.
         """
         self._remote.write(f"{folders.name(step)}/{SET_ASIDE}", self._read(step, SEAL))
         self.begin(step)
@@ -188,7 +208,7 @@ class RemoteCheckpoints:
 
 @contextmanager
 def raise_damaged() -> Iterator[None]:
-    """Context manager: what is refused of an object of a checkpoint is raised as Damaged."""
+    """Context manager: raise Refused, an error of reading an object of a checkpoint, as Damaged."""
     try:
         yield
     except gate.Refused as error:
@@ -196,7 +216,9 @@ def raise_damaged() -> Iterator[None]:
 
 
 def read_seal(folder: Path) -> bytes:
-    """Read the seal of a local checkpoint, without checking it. Raises Refused."""
+    """Return the bytes of the seal of a local checkpoint, unchecked. Raises Refused where it is
+    missing or too large.
+    """
     return gate.read_bytes(folder / SEAL, seal.LARGEST[SEAL])
 
 
@@ -208,19 +230,24 @@ class RemoteCheckpoint:
     step: int
 
     def size(self, name: str) -> int:
-        """Size of a file in bytes, -1 where it is missing."""
+        """Return the size in bytes of the file `name` of this checkpoint at the URL; -1 where it is
+        missing.
+        """
         stored = self.checkpoints.find(self.step, name)
         return -1 if stored is None else stored.size
 
     def fetch(self, name: str, check: Callable[[Path], None]) -> None:
-        """Download a file into the checkpoint's local folder. Raises as `check`."""
+        """Download the file `name` into the checkpoint's local folder once `check` accepts it
+        (`RemoteCheckpoints.fetch`). Raises Damaged where it is missing, and the error of `check`.
+        """
         self.checkpoints.fetch(self.step, name, check)
 
 
 def pull_model(url: str) -> Path:
-    """Return the local copy of the model at a URL. Of a run that is the folder of its newest
-    complete checkpoint, or of the one that the URL names, with all its files, and with the run's
-    tokenizer where a run has it. Raises as `storage.pull_folder`, and Damaged.
+    """Download the model at a URL and return its local folder. For a run's URL that is its newest
+    complete checkpoint, for a checkpoint's URL this one, with all its files; the run's tokenizer is
+    downloaded beside them. For any other URL the whole folder is downloaded. Raises ValueError for
+    a checkpoint that is not complete, Damaged, and what `storage.pull_folder` raises.
     """
     match = STEP_URL.fullmatch(url)
     run = match[1] if match else url.rstrip("/")
@@ -240,8 +267,9 @@ def pull_model(url: str) -> Path:
 
 
 def open_working_copy(folder: Path) -> Checkpoint:
-    """Open the checkpoint in a step folder. If that is in a folder in which a run at a URL works,
-    files of tensors that it lacks are downloaded when they are read. Raises Damaged.
+    """Return the opened checkpoint in a local step folder. If the folder is in the local working
+    folder of a run at a URL, files of tensors that it lacks are downloaded when they are read.
+    Raises Damaged.
     """
     url, match = storage.working_url(folder.parent), folders.WHOLE.fullmatch(folder.name)
     if url is None or match is None:
@@ -250,8 +278,9 @@ def open_working_copy(folder: Path) -> Checkpoint:
 
 
 def pin_url(url: str, folder: Path) -> str:
-    """Return the URL of the checkpoint whose local copy `folder` is, by its name, for the URL of a
-    run; any other URL unchanged.
+    """Return URL/checkpoints/NAME for the URL of a run, where NAME is the name of the step folder
+    `folder`: the URL of one checkpoint in place of the newest. Return `url` unchanged if it already
+    names a checkpoint or `folder` is no step folder.
     """
     pinned = f"{url.rstrip('/')}/checkpoints/{folder.name}"
     return pinned if STEP_URL.fullmatch(pinned) and not STEP_URL.fullmatch(url) else url

@@ -82,7 +82,9 @@ class Saved:
     critic: SavedCritic | None = None
 
     def meta(self) -> dict[str, Any]:
-        """Return the state as plain JSON values; `read_saved` is the inverse."""
+        """Return all fields as a dict of plain JSON values, the content of state.json; `read_saved`
+        is the inverse.
+        """
         # JSON has lists only: tuples are written as such, and made tuples again
         meta = asdict(self)
         values = {"loss_scale": list(self.loss_scale), "norms": list(self.norms)}
@@ -96,8 +98,10 @@ class Saved:
 
 
 def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:
-    """Return the `Saved` of a state.json's content; `where` is the checkpoint's folder. Raises
-    Damaged where a field is missing or wrong, or the step is not the folder's.
+    """Return the `Saved` (step, tokens, updates, data position, loss scale, ...) that the content
+    `meta` of a state.json describes. `where`: folder of the checkpoint. Raises Damaged if a field
+    is missing or wrong, the step is not that of the folder's name, or there are more updates than
+    steps.
     """
     try:
         gate.check_schema(dict(meta), where / STATE, kinds.STATE.schema)
@@ -128,7 +132,7 @@ def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:
 
 
 def _critic(meta: Mapping[str, Any] | None) -> SavedCritic | None:
-    """State of the critic, None where there is none."""
+    """Return the state of the critic from its part of state.json; None for None."""
     if meta is None:
         return None
     scale, good_steps = meta["loss_scale"]
@@ -138,8 +142,9 @@ def _critic(meta: Mapping[str, Any] | None) -> SavedCritic | None:
 
 
 def model_of(run: Mapping[str, Any]) -> tuple[ModelConfig, Training]:
-    """Return the model of a run's configuration and what training adds to it (router biases,
-    adapters); the rest of the configuration is not read. Raises ValueError.
+    """Return, from a run's configuration as plain values, the model's family and config fields
+    (ModelConfig) and what training adds to it (Training: router losses and biases, adapters). The rest of
+    the configuration is not read. Raises ValueError for wrong values.
     """
     router = from_dict(RouterTraining, run["train"].get("router", {}), path="train.router")
     adapter = from_dict(AdapterConfig, run.get("adapter", {}), path="adapter")

@@ -55,20 +55,23 @@ LARGEST = {SEAL: 2**28, STATE: kinds.STATE_JSON.size, METADATA: 2**32}
 
 
 def digest(content: bytes) -> str:
-    """BLAKE2b digest of `content`, 64 hexadecimal digits."""
+    """Return the BLAKE2b digest of `content`, 64 hexadecimal digits."""
     return hashlib.blake2b(content, digest_size=DIGEST // 2).hexdigest()
 
 
 def digest_of_parts(parts: Iterable[tuple[int, int, int]]) -> str:
-    """Digest of a file's list of parts (position, length, CRC-32 of the numbers), in any order."""
+    """Return the digest of a file's list of stored parts, each (byte position, length in bytes,
+    CRC-32 of its numbers); their order does not matter.
+    """
     # sorted: ranks report parts in any order
     lines = [f"{position} {length} {crc}\n" for position, length, crc in sorted(parts)]
     return digest("".join(lines).encode())
 
 
 def write_seal(folder: Path, parts: Mapping[str, list[tuple[int, int, int]]]) -> None:
-    """Write and fsync the seal of `folder`. `parts`: for each file of tensors its parts (position,
-    length, CRC-32); the small files are read and digested here.
+    """Write the seal of a checkpoint's `folder`, the digest and size of each other file, and fsync
+    it. `parts`: name of each file of tensors -> its stored parts (byte position, length, CRC-32);
+    .metadata and state.json are read here.
     """
     lines = []
     for name in (METADATA, STATE):
@@ -92,7 +95,9 @@ class Seal:
     files: dict[str, tuple[str, int]]
 
     def read(self, name: str) -> bytes:
-        """Read a small file and check it against the seal. Raises Damaged."""
+        """Return the content of the checkpoint's small file `name` (.metadata or state.json).
+        Raises Damaged unless it has the size and digest that the seal records.
+        """
         path = self.folder / name
         want, size = self._lookup(name)
         content = _read(path, min(size, LARGEST[name]))  # what a file has grown by is not read
@@ -101,8 +106,8 @@ class Seal:
         return content
 
     def check_parts(self, name: str, parts: Iterable[tuple[int, int, int]]) -> None:
-        """Raise Damaged unless the parts (position, length, CRC-32) are those of the file when it
-        was saved.
+        """Raise Damaged unless the stored parts of the file `name`, each (byte position, length,
+        CRC-32), have the digest that the seal records for it.
         """
         if digest_of_parts(parts) != self._lookup(name)[0]:
             raise Damaged(
@@ -110,9 +115,10 @@ class Seal:
             )
 
     def check_size(self, name: str, least: int, size: int | None = None) -> None:
-        """Raise Damaged unless the file exists with the size in the seal, and at least `least`
-        bytes (what its parts need). Reads only the file's size. `size`: that of a file which is
-        somewhere else.
+        """Raise Damaged unless the file `name` has exactly the size that the seal records, which
+        must be at least `least` bytes (what its parts need). `size`: bytes of a file that is at a
+        URL, -1 if missing; by default the file in the checkpoint's folder is looked up. Nothing of
+        it is read.
         """
         path = self.folder / name
         if size is None:
@@ -121,15 +127,18 @@ class Seal:
             raise Damaged(f"{path} is missing, damaged or truncated")
 
     def _lookup(self, name: str) -> tuple[str, int]:
-        """(digest, size) of a file. Raises Damaged where the seal does not list it."""
+        """Return (digest, size in bytes) of the file `name` as the seal records them. Raises
+        Damaged where the seal does not list it.
+        """
         if name not in self.files:
             raise Damaged(f"{self.folder / SEAL} is damaged: it does not list {name}")
         return self.files[name]
 
 
 def read_sealed(folder: Path) -> tuple[Seal, dict]:
-    """Read a checkpoint's seal and its state.json, checked against it. Raises Damaged, or
-    ValueError where it was written in a newer format.
+    """Read the seal of the checkpoint in `folder` and its state.json, which is compared with the
+    seal. Return (seal, content of state.json without its format number). Raises Damaged, or
+    ValueError for a checkpoint of a newer format.
     """
     path = folder / SEAL
     content = _read(path, LARGEST[SEAL])
@@ -149,8 +158,8 @@ def _read(path: Path, most: int) -> bytes:
 
 
 def _refuse_newer(folder: Path, content: bytes) -> None:
-    """Raise ValueError where the seal and state.json agree on a newer format number; if only one
-    has it, that is damage, found later.
+    """Raise ValueError if the seal, whose bytes are `content`, and state.json both have the same
+    format number, newer than this version reads. If only one has it, that is damage: checked later.
     """
     match = re.match(NUMBER, content)
     number = int(match[1]) if match else 0
@@ -166,8 +175,8 @@ def _refuse_newer(folder: Path, content: bytes) -> None:
 
 
 def _parse(path: Path, content: bytes) -> dict[str, tuple[str, int]]:
-    """Parse a seal: file name -> (digest, size). Raises Damaged where its own digest or a line is
-    wrong.
+    """Parse the content of a seal: return file name -> (digest, size in bytes). Raises Damaged,
+    naming `path`, where the seal's own digest or a line is wrong.
     """
     head, _, rest = content.partition(b"\n")
     if head != f"{HEAD}{digest(rest)}".encode():
@@ -182,7 +191,7 @@ def _parse(path: Path, content: bytes) -> dict[str, tuple[str, int]]:
 
 
 def _state(path: Path, content: bytes) -> dict:
-    """Parse the JSON object of a state.json. Raises Damaged, naming `path`, where it is
+    """Return the JSON object that a state.json contains. Raises Damaged, naming `path`, where it is
     malformed.
     """
     try:

@@ -63,8 +63,10 @@ class Checkpoints:
         group: dist.ProcessGroup | None = None,
         remote: RemoteCheckpoints | None = None,
     ):
-        """Make a process group for background saves (collective), unless `group` is given or there
-        is one process; no file is read.
+        """Prepare the checkpoints in `folder`, of which the `keep` newest stay (0: all); no file is
+        read. Makes a process group for background saves (collective), unless there is one process
+        or `group` is given, which must have all ranks and take CPU tensors. `remote`: a URL where
+        each checkpoint is saved too, and from where files that the folder lacks are read.
         """
         self.folder, self.keep, self.remote = Path(folder), keep, remote
         self.pinned = pinned_for(mesh.device)
@@ -77,11 +79,11 @@ class Checkpoints:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
     def save(self, step: int, tensors: dict[str, Tensor], meta: dict, wait: bool = False) -> None:
-        """Copy `tensors` to CPU memory and return; they are written in the background. `wait`:
-        write them before returning. `meta` is stored as JSON.
-
-        Finishes the previous save first. Raises NotSaved where that one (or with `wait` this one)
-        has failed, and TypeError where `meta` cannot be stored as JSON.
+        """Save the checkpoint of `step`: copy this rank's part of `tensors` to CPU memory and
+        return; files are written in the background, or before returning with `wait`. `meta` is
+        stored as JSON (state.json). Waits for the previous save first. Collective. Raises NotSaved
+        where that one (or with `wait` this one) has failed, and TypeError where `meta` cannot be
+        stored as JSON.
         """
         # before anything is copied: a TypeError must not leave a save half begun
         state = json.dumps({"format": seal.FORMAT, **meta}, indent=1)
@@ -101,14 +103,14 @@ class Checkpoints:
             self.finish()
 
     def poll(self) -> bool:
-        """True if no save is in progress. Ranks may see it some microseconds apart. An error is
-        raised by `finish`, not here.
+        """Return whether no save is in progress, without waiting: none was started, or it has ended
+        or failed, which `finish` raises. Ranks may see it some microseconds apart.
         """
         return self._saving is None or self._saving[1].done()
 
     def finish(self) -> None:
-        """Wait for the save in progress, if any. Raises NotSaved, the same on every rank, if it
-        failed.
+        """Wait for the save in progress, if any. Raises NotSaved, the same on every rank, if it has
+        failed. Collective.
         """
         if self._saving is None:
             return
@@ -128,15 +130,19 @@ class Checkpoints:
             ) from error
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints on disk, oldest first."""
+        """Return the steps of the complete checkpoints in the local folder, in ascending order."""
         return list(folders.list_checkpoints(self.folder))
 
     def newest(self) -> int | None:
-        """Step of the newest complete checkpoint, None if there is none."""
+        """Return the highest step of the complete checkpoints in the local folder; None if there is
+        none.
+        """
         return max(self.steps(), default=None)
 
     def path(self, step: int) -> Path:
-        """Folder of the checkpoint of `step`. Raises ValueError if there is no complete one."""
+        """Return the local folder of the complete checkpoint of `step`. Raises ValueError if there
+        is none.
+        """
         checkpoints = folders.list_checkpoints(self.folder)
         if step not in checkpoints:
             raise ValueError(
@@ -145,17 +151,23 @@ class Checkpoints:
         return checkpoints[step]
 
     def open_reader(self, step: int) -> Reader:
-        """Open the checkpoint of `step`. Raises as `path` and Reader."""
+        """Return a Reader of the checkpoint of `step`: its seal, state.json and .metadata are read,
+        tensors are not; files that the folder lacks come from the URL, if there is one. Raises
+        ValueError without such a checkpoint, Damaged for a damaged one.
+        """
         remote = None if self.remote is None else self.remote.open_step(step)
         return Reader(self.path(step), remote)
 
     def meta(self, step: int) -> dict:
-        """Content of the checkpoint's state.json, as it was passed to `save`. Raises Damaged."""
+        """Return the content of the state.json of the checkpoint of `step`, as it was passed to
+        `save`. Raises ValueError without such a checkpoint, Damaged for a damaged one.
+        """
         return seal.read_sealed(self.path(step))[1]
 
     def damage_error(self, step: int, error: Exception) -> Damaged:
-        """Return the error to raise where `step`, the newest checkpoint, cannot be read because of
-        `error`; its message names what to remove and the step the run then resumes from.
+        """Return (not raise) the Damaged error for a run whose newest checkpoint, that of `step`,
+        cannot be read because of `error`. Its message says which folder to remove, and the step
+        from which the run then resumes, or that it starts again.
         """
         older = max((s for s in self.steps() if s < step), default=None)
         way = f"to resume from step {older}" if older is not None else "to start again"
@@ -164,12 +176,15 @@ class Checkpoints:
         )
 
     def put_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint to a name that is never read or pruned; return its new path.
-        Rank 0 renames it, and all ranks raise its error.
+        """Rename the damaged checkpoint of `step`, at the URL too, to a name that is never read or
+        pruned, and return its new local path. Collective: rank 0 renames it, other hosts delete
+        their local copies, and all ranks raise rank 0's error.
         """
 
         def rename() -> Path | None:
-            """Rename the folder on rank 0; None on the others."""
+            """Rename the checkpoint's folder on rank 0 and return its new path; do nothing and
+            return None on the others.
+            """
             if self._rank:
                 return None
             if self.remote is not None:
@@ -185,18 +200,19 @@ class Checkpoints:
         return aside
 
     def load(self, step: int, tensors: dict[str, Tensor], elsewhere: Collection[str] = ()) -> None:
-        """Fill `tensors` in place with those of `step`, saved at any layout and cast to the
-        target's dtype. A whole kind (the part of names before `/`) may be left out. Each rank reads
-        its own part, then all agree on success; checksums of stored parts that were read in part
-        are verified, divided over ranks. `elsewhere`: stored names that other pipeline stages have.
-
-        Finishes the save in progress, which uses the same group. Raises, on every rank, KeyError
-        for missing or unexpected names, ValueError for other shapes, Damaged.
+        """Fill `tensors` in place with those of the checkpoint of `step`, saved at any layout, cast
+        to the dtype of each. A whole kind (the part of names before `/`) may be left out. Each rank
+        reads its own shards; then all agree on success, and divide the verification of checksums of
+        stored parts of which only some rows were read. `elsewhere`: stored names that other
+        pipeline stages have. Collective; waits for a save in progress first. Raises, on every rank,
+        KeyError for missing or unexpected names, ValueError for other shapes, Damaged, NotSaved.
         """
         self.finish()
 
         def read() -> set:
-            """Read this rank's part; return the stored parts that were read in part only."""
+            """Fill this rank's tensors; return the stored parts of which only some rows were read,
+            so that their checksums are still unverified.
+            """
             reader = self.open_reader(step)
             with torch.no_grad():
                 reader.load(tensors, elsewhere)
@@ -211,9 +227,10 @@ class Checkpoints:
             self.together(step, lambda: self.open_reader(step).verify(mine))
 
     def together(self, step: int, work: Callable[[], T]) -> list[T]:
-        """Run `work()`, which concerns `step`, on each rank, and return the results of all ranks
-        (all-gather). If it fails on one rank, all raise: KeyError, ValueError, OSError, or Damaged
-        if any has. Raises ValueError too where ranks come with different steps.
+        """Call `work()` on each rank and return the results of all ranks, by rank. Collective. If
+        `work` raises KeyError, ValueError or OSError on any rank, every rank raises: Damaged if a
+        rank found damage, else its own error, or a ValueError with the first failed rank's. Raises
+        ValueError too unless all ranks have the same `step`, that of the checkpoint concerned.
         """
         error = value = None
         try:

@@ -70,14 +70,16 @@ class Pinned:
 
 
 def pinned_for(device: torch.device) -> Pinned | None:
-    """How to copy from the device; None on the CPU, where no pinned memory is needed."""
+    """Return how to copy tensors from the CUDA device `device` to pinned host memory, on a stream
+    of its own; None for any other device, which needs no pinned memory.
+    """
     if device.type != "cuda":
         return None
     stream = torch.cuda.Stream(device)
 
     def copy_stream() -> AbstractContextManager:
-        """Context manager: copies inside run on their own CUDA stream, after the work queued so
-        far.
+        """Return a context in which copies run on their own CUDA stream, after the work queued so
+        far on the current stream.
         """
         stream.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(stream)
@@ -89,16 +91,17 @@ def pinned_for(device: torch.device) -> Pinned | None:
     )
 
 
-def copies(tensors: Mapping[str, Tensor], pinned: Pinned | None) -> dict[str, Tensor]:
-    """Copy this rank's part of each tensor to CPU memory, contiguous, in its shape and dtype. With
-    `pinned`, all GPU copies run at once and are waited for before returning.
+def copy_to_cpu(tensors: Mapping[str, Tensor], pinned: Pinned | None) -> dict[str, Tensor]:
+    """Return a copy in CPU memory of each tensor, name -> contiguous tensor of the same dtype; of a
+    DTensor this rank's shard is copied, and the copy is a DTensor again. With `pinned`, the copies
+    go from the GPU to pinned memory all at once and are waited for before returning.
     """
     if pinned is None:
         return {
             n: t.detach().to("cpu", copy=True, memory_format=contiguous_format)
             for n, t in tensors.items()
         }
-    sizes, places = plan(tuple(state.local_view(t).nbytes for t in tensors.values()))
+    sizes, places = plan_chunks(tuple(state.local_view(t).nbytes for t in tensors.values()))
     chunks = [pinned.allocate(size).untyped_storage() for size in sizes]
     out = {}
     with pinned.copy_stream():
@@ -114,10 +117,11 @@ def copies(tensors: Mapping[str, Tensor], pinned: Pinned | None) -> dict[str, Te
 
 
 @lru_cache(maxsize=4)  # each save of a run has the same sizes
-def plan(sizes: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
-    """Pack buffers of `sizes` bytes into chunks of pinned memory. Returns the chunk sizes, powers
-    of 2, and the place of each buffer: (chunk, first byte). Of TRIED chunk sizes the one with the
-    least memory is taken.
+def plan_chunks(sizes: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Plan how buffers of `sizes` bytes are packed into chunks of pinned memory, whose allocator
+    rounds up to powers of 2. Returns the sizes of the chunks in bytes, powers of 2, and the place
+    of each buffer, (index of its chunk, first byte in it). Of 11 chunk sizes the one that needs the
+    least memory in total is taken.
     """
     most = min(LARGEST, _round_up(sum(sizes)))
     tried = (_pack_chunks(sizes, max(ALIGNED, most >> power)) for power in range(TRIED))
@@ -125,9 +129,10 @@ def plan(sizes: tuple[int, ...]) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def _pack_chunks(sizes: tuple[int, ...], chunk: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """First fit, the largest buffers first, so that small ones fill the gaps. A chunk has `chunk`
-    bytes, or what its first buffer needs, and is cut at the end to the power of 2 that it uses.
-    Returns as `plan`.
+    """Pack buffers of `sizes` bytes into chunks of `chunk` bytes (more for a larger buffer) by
+    first fit, the largest buffers first, so that small ones fill the gaps. Returns the size of each
+    chunk, what it uses rounded up to a power of 2, and the place of each buffer, (index of its
+    chunk, first byte in it), aligned to 256 bytes.
     """
     rooms: list[int] = []
     used: list[int] = []
@@ -147,7 +152,9 @@ def _pack_chunks(sizes: tuple[int, ...], chunk: int) -> tuple[list[int], list[tu
 
 
 def _round_up(size: int) -> int:
-    """The power of 2 to which the pinned-memory allocator rounds `size` bytes."""
+    """Return `size` bytes rounded up to a power of 2, at least 256, as torch's allocator of pinned
+    memory does.
+    """
     return 1 << (max(size, ALIGNED) - 1).bit_length()
 
 
@@ -178,6 +185,11 @@ class Writer(FileSystemWriter):
         rank: int = 0,
         remote: RemoteCheckpoints | None = None,
     ):
+        """Prepare the save of the checkpoint of `step` in `folder`; nothing is written. `state`:
+        text of its state.json; `keep`: newest checkpoints that are kept (0: all); `pinned`: how to
+        copy from a GPU (None: the tensors are on the CPU); `rank`: of this process; `remote`: the
+        checkpoints at a URL, where it is saved too.
+        """
         # no copies ahead: the tensors are on the CPU, and DCP's thread would open a context on the
         # first GPU
         self.partial = folder / (folders.name(step) + PARTIAL)
@@ -186,25 +198,30 @@ class Writer(FileSystemWriter):
         self.pinned, self.saving_rank, self.remote = pinned, rank, remote
 
     def stage(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copy this rank's part of each tensor to CPU memory, so that training may change them."""
-        return copies(state_dict, self.pinned)
+        """Return copies in CPU memory of this rank's part of each tensor, so that training may
+        change the originals while the copies are written.
+        """
+        return copy_to_cpu(state_dict, self.pinned)
 
     def storage_meta(self) -> StorageMeta:
-        """Return empty metadata, so that the path of a checkpoint's first folder is not stored."""
+        """Return an empty StorageMeta in place of DCP's own, which would store the path of the
+        folder that the checkpoint was first written to.
+        """
         return StorageMeta()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan unchanged: rank 0 makes the folder in `prepare_global_plan`, which comes
-        before any rank's writes. With remote checkpoints, delete the local files of the save
-        before, which have been uploaded.
+        """Return the plan unchanged, without making a folder as DCP's own writer does: rank 0 makes
+        it in `prepare_global_plan`, before any rank writes. With remote checkpoints, delete this
+        rank's local files of unfinished saves first.
         """
         if self.remote is not None:
             folders.clear_own_files(self.folder, self.saving_rank)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Delete unfinished saves, make the new folder, and merge the ranks' plans; called on rank
-        0.
+        """Delete unfinished saves, delete the seal of this step at the URL (if there is one), make
+        the partial folder, and return the ranks' plans merged by DCP. Called on rank 0, before any
+        rank writes.
         """
         folders.clear_unfinished(self.folder)
         if self.remote is not None:
@@ -213,23 +230,24 @@ class Writer(FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file and return the results with checksums. Raises OSError with the
-        reason where a write fails.
+        """Write this rank's file of tensors, upload it if there is a URL, and return, in a future
+        that is done, DCP's result of each part with its CRC-32. Raises OSError with the reason
+        where a write fails.
         """
         with explain_write_errors(self.partial):
             if self.remote is not None:  # on a host whose folder is not that of rank 0
                 self.partial.mkdir(parents=True, exist_ok=True)
             results = super().write_data(plan, planner).value()
             done: Future[list[WriteResult]] = Future()
-            done.set_result(self._sums(results))
+            done.set_result(self._add_checksums(results))
         if self.remote is not None:
             names = sorted({result.storage_data.relative_path for result in results})
             self.remote.upload(self.step, [self.partial / name for name in names])
         return done
 
-    def _sums(self, results: list[WriteResult]) -> list[WriteResult]:
-        """Return the results with the CRC-32 of each part, read from the heads of the parts just
-        written.
+    def _add_checksums(self, results: list[WriteResult]) -> list[WriteResult]:
+        """Return each result of DCP's write as a WrittenPart with the CRC-32 of its numbers, read
+        from the directory of the archive just written, not computed again.
         """
         files: dict[str, list[WriteResult]] = defaultdict(list)
         for result in results:
@@ -275,24 +293,26 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 
 @contextmanager
 def explain_write_errors(folder: Path) -> Iterator[None]:
-    """Context manager: a failed write is raised as an OSError with its reason. torch's archive
-    writer reports a full disk as `enforce fail at inline_container.cc`; the reason is an earlier
-    error in the chain, or else that `folder` has no space left.
+    """Context manager: raise an error of writing into `folder` as the OSError that caused it, found
+    in the chain of exceptions, or as "no space left" if the disk is full; other errors are raised
+    unchanged. (torch's archive writer reports a full disk as `enforce fail at
+    inline_container.cc`.)
     """
     try:
         yield
     except Exception as error:
         # the reason first, without torch's own message
-        if (why := _why(error)) is not None:
+        if (why := _causing_error(error)) is not None:
             raise why from None
-        if _full(folder):
+        if _is_disk_full(folder):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder)) from error
         raise
 
 
-def _why(error: BaseException) -> OSError | None:
-    """The OSError that caused `error`: one that is its declared cause, or, among errors that were
-    only being handled when it was raised, one that makes writes fail (NO_ROOM). None without one.
+def _causing_error(error: BaseException) -> OSError | None:
+    """Return the first OSError in the exception chain of `error`, itself included: any along
+    declared causes (`raise ... from`); beyond an error without a declared cause, only one of a full
+    disk, a quota or an I/O error. None without one.
     """
     declared = True
     before: BaseException | None = error
@@ -304,8 +324,10 @@ def _why(error: BaseException) -> OSError | None:
     return None
 
 
-def _full(folder: Path) -> bool:
-    """True if the disk of `folder` has less than ROOM bytes free."""
+def _is_disk_full(folder: Path) -> bool:
+    """Return whether the disk of `folder` has less than 1 MiB free; False if that cannot be
+    found out.
+    """
     with suppress(OSError):  # the folder is gone, which is no sign of a full disk
         return shutil.disk_usage(folder).free < ROOM
     return False

@@ -55,7 +55,8 @@ class OffloadableMemory:
         storages = _storages(self.tensors())
         if self.keep:
             numbered = {str(number): storage for number, storage in enumerate(storages)}
-            self.copies = writer.copies(numbered, self.pinned)  # returns when they are complete
+            # returns when they are complete
+            self.copies = writer.copy_to_cpu(numbered, self.pinned)
         self.offloaded = [(storage, storage.nbytes) for storage in storages]
         for storage in storages:
             storage.untyped_storage().resize_(0)

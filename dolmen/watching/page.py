@@ -30,7 +30,7 @@ from dolmen.core.messages import os_error_as_value, plural
 from dolmen.files import gate, storage, write
 from dolmen.pages.page import figure as figure_html
 from dolmen.pages.page import fill
-from dolmen.watching.run import WatchedRun, differing, labels
+from dolmen.watching.run import WatchedRun, differing_options, labels
 
 # Runs as one page that opens anywhere: HTML with its data, its style and its script in it, and
 # nothing to fetch (page.html is its frame, chart.js draws curves, page.js figures, tables.js the
@@ -67,6 +67,7 @@ class ShowConfig:
     """Seconds between updates of the served page."""
 
     def __post_init__(self):
+        """Raise ValueError unless at least one run is named."""
         if not self.runs:
             raise ValueError("name a run first: dolmen show runs/quickstart")
 
@@ -153,21 +154,26 @@ class Watched:
     """
 
     def __init__(self, folders: list[Path]):
+        """Watch the runs in these folders, each shown under a name that differs from the others'.
+        Raises ValueError for a folder without a run.
+        """
         names = labels(folders)
         self.runs = [WatchedRun(folder, name) for folder, name in zip(folders, names, strict=True)]
 
     def data(self) -> dict[str, Any]:
-        """Read what is new, and return the data that the page draws: all runs, and the options that
-        differ.
+        """Read the rows that were appended to the runs' files since the last call, and return what
+        the page draws as plain values: `runs`, all data of each run, and `differs`, the options
+        whose values differ between runs.
         """
         for run in self.runs:
             run.read()
         runs = [run.as_dict() for run in self.runs]
-        return {"runs": runs, "differs": differing(runs)}
+        return {"runs": runs, "differs": differing_options(runs)}
 
     def page(self, every: float | None = None) -> str:
-        """Return the page as HTML. With `every`, for a page that is served, its script polls for
-        new data every so many seconds; None for a file.
+        """Return the page of the runs as one self-contained HTML text, with data, styles and
+        scripts. `every`: seconds after which the page's script requests new data, for a page that
+        is served; None for one that is written to a file and never changes.
         """
         # the page is one file: style, script and data are written into it
         script = "\n".join(gate.read_text(HERE / name, gate.MIB) for name in SCRIPTS)
@@ -184,22 +190,25 @@ class Watched:
             title=escape(names if len(self.runs) <= 4 else plural(len(self.runs), "run")),
             under=escape(", ".join(str(run.folder) for run in self.runs)),
             live="" if every is None else f' data-every="{every:g}"',
-            figures="\n".join(map(_group, GROUPS)),
+            figures="\n".join(map(_group_html, GROUPS)),
             data=escape_script_json(self.data()),
             script=script,
         )
 
 
 def escape_script_json(value: Any) -> str:
-    """Return JSON that can stand in a script element: characters that could end it are escaped."""
+    """Return a value as JSON that is safe in an HTML <script> element: &, < and > are written as
+    \\uXXXX. Raises ValueError for NaN and infinity.
+    """
     # "</script>" in a prompt would end the element: no "<" is left
     text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def run_folder(name: str) -> Path:
-    """Return the local folder of a run; for a URL a copy of the files that the page shows. Raises
-    ValueError, and StorageError.
+    """Return the local folder of the run `name`, with ~ expanded. For a URL: download the run's
+    files that are not in folders below it, and return the folder of these copies. Raises ValueError
+    or StorageError.
     """
     if not is_url(name):
         return expand(name)
@@ -208,8 +217,8 @@ def run_folder(name: str) -> Path:
 
 
 def write_page(folders: list[Path], to: Path) -> Path:
-    """Write the page of the runs in `folders` to a new file and return its path. Raises ValueError
-    for a folder without a run, for a file that exists, and where it cannot be written.
+    """Write the HTML page of the runs in `folders` to the new file `to` and return its path. Raises
+    ValueError for a folder without a run, and if the file exists or cannot be written.
     """
     to = write.check_new("--out", to)
     # folders are checked before the file is made
@@ -219,16 +228,18 @@ def write_page(folders: list[Path], to: Path) -> Path:
     return to
 
 
-def _group(group: Group) -> str:
-    """Return the HTML of a group of figures: small ones in a grid, then wide ones."""
-    wide = "\n".join(_figure(figure) for figure in group.figures if figure.name in WIDE)
-    small = "\n".join(_figure(figure) for figure in group.figures if figure.name not in WIDE)
+def _group_html(group: Group) -> str:
+    """Return the HTML of a section with the group's heading and empty figures, which the page's
+    script fills: small ones in a grid, then wide ones.
+    """
+    wide = "\n".join(_figure_html(figure) for figure in group.figures if figure.name in WIDE)
+    small = "\n".join(_figure_html(figure) for figure in group.figures if figure.name not in WIDE)
     grid = f'<div class="grid">\n{small}\n</div>\n' if small else ""
     return f"<section>\n<h2>{escape(group.heading)}</h2>\n{grid}{wide}\n</section>"
 
 
-def _figure(figure: Figure) -> str:
-    """Return the HTML of an empty figure, which the script fills."""
+def _figure_html(figure: Figure) -> str:
+    """Return the HTML of an empty figure with its caption, which the page's script fills."""
     empty = '<div class="plot"></div>\n<p class="read"></p>'
     return figure_html(figure.name, empty, escape(figure.caption))
 
@@ -256,13 +267,15 @@ class Shown:
     """
 
     def __init__(self, watched: Watched, every: float):
+        """`watched`: the runs; `every`: seconds between the requests of an open page for data."""
         self.watched, self.every = watched, every
         self.lock = Lock()
         self.answers: dict[str, tuple[float, Answer]] = {}
 
     def answer(self, path: str) -> Answer | None:
-        """Return the page for "/" and its data for "/data", at most `every` / 2 seconds old; None
-        for any other path.
+        """Return the response for the path of a URL: the HTML page for "/", its data as JSON for
+        "/data", None for any other. A response older than `every` / 2 seconds is made anew; one
+        request at a time.
         """
         if path not in ("/", "/data"):
             return None
@@ -276,7 +289,9 @@ class Shown:
             return response
 
     def _render(self, path: str) -> Answer:
-        """Return a new page, or new data as JSON."""
+        """Read the runs' new rows, and return the HTML page for the path "/", otherwise its data as
+        JSON.
+        """
         if path == "/":
             return Answer("text/html; charset=utf-8", self.watched.page(self.every).encode())
         text = json.dumps(self.watched.data(), allow_nan=False, separators=(",", ":"))
@@ -291,16 +306,21 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, shown: Shown, host: str, port: int):
+        """Bind the server to its address, with a new secret token. Raises OSError for an address
+        that is not available.
+        """
         # 192 random bits
         self.shown, self.token = shown, secrets.token_urlsafe(24)
         super().__init__((host, port), Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore the error of a connection that the reader has closed."""
+        """Ignore an exception of handling a request, such as a connection that the reader has
+        closed, which would be printed otherwise.
+        """
 
     @property
     def address(self) -> str:
-        """The URL with the token, by the host that was configured."""
+        """The URL of the page, with the host as configured, the port and the secret token."""
         host, port = self.server_address[:2]
         return f"http://{host}:{port}/?token={self.token}"
 
@@ -313,27 +333,31 @@ class Handler(BaseHTTPRequestHandler):
     timeout = PATIENCE
 
     def do_GET(self) -> None:
-        """Answer a GET request: 403 without the token, 404 for any path but / and /data."""
+        """Answer a GET request with the page (/) or its data (/data): 400 for a malformed URL, 403
+        without the secret token, 404 for any other path.
+        """
         try:
             url = urlsplit(self.path)
             # bounded: a long query costs nothing
             token = parse_qs(url.query, max_num_fields=8).get("token", [""])[0]
         except ValueError:
-            return self._say(HTTPStatus.BAD_REQUEST, "not a valid address\n")
+            return self._send_text(HTTPStatus.BAD_REQUEST, "not a valid address\n")
         # in constant time: response times do not show how much of the token was right
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            return self._say(HTTPStatus.FORBIDDEN, "the address lacks its secret token\n")
+            return self._send_text(HTTPStatus.FORBIDDEN, "the address lacks its secret token\n")
         answer = self.server.shown.answer(url.path)
         if answer is None:
-            return self._say(HTTPStatus.NOT_FOUND, "there is no such page\n")
+            return self._send_text(HTTPStatus.NOT_FOUND, "there is no such page\n")
         self._send(HTTPStatus.OK, answer)
 
-    def _say(self, status: HTTPStatus, words: str) -> None:
+    def _send_text(self, status: HTTPStatus, words: str) -> None:
         """Send a response of plain text with this status."""
         self._send(status, Answer("text/plain; charset=utf-8", words.encode()))
 
     def _send(self, status: HTTPStatus, answer: Answer) -> None:
-        """Send a response with its headers; caching, framing and referrers are forbidden."""
+        """Send a complete response: status, headers that forbid caching, framing and referrers,
+        content type, and body.
+        """
         self.send_response(status)
         for name, value in {**ALWAYS, "Content-Type": answer.kind}.items():
             self.send_header(name, value)
@@ -342,12 +366,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(answer.body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Write no log: its addresses would contain the token."""
+        """Do nothing, in place of logging each request to stderr: its URL contains the token."""
 
 
 def serve(folders: list[Path], config: ShowConfig) -> None:
-    """Serve the page of the runs until Ctrl-C, after printing its address. Raises ValueError for a
-    folder without a run, and for an address that is not available.
+    """Serve the live page of the runs in `folders` over HTTP until Ctrl-C, after printing its URL.
+    Raises ValueError for a folder without a run, and for an address that is not available.
     """
     shown = Shown(Watched(folders), config.every)
     with os_error_as_value(f"--host {config.host} --port {config.port}"):

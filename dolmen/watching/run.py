@@ -34,6 +34,9 @@ class WatchedRun:
     """
 
     def __init__(self, folder: Path, label: str):
+        """Prepare to read the run in `folder`, shown as `label`; no file is read yet. Raises
+        ValueError for a folder without a run.
+        """
         if not folder.is_dir():
             raise ValueError(
                 f"{folder} is not a folder: give that of a run, such as runs/quickstart"
@@ -55,18 +58,20 @@ class WatchedRun:
         self.refused: dict[str, str] = {}
 
     def read(self) -> None:
-        """Read the rows that were appended since the last call. Files that are damaged are noted in
-        `refused`, by name, and raise nothing.
+        """Read the rows that were appended to metrics.jsonl, history.jsonl, samples.jsonl and the
+        file of completions since the last call. A damaged file raises nothing: it is noted in
+        `refused`, file name -> message.
         """
         self.refused = {}
-        self._take(self.rows, METRICS)
-        self._take(self.events, HISTORY)
-        self._take(self.texts, SAMPLES)
-        self._take(self.completion_rows, COMPLETIONS)
+        self._read_new(self.rows, METRICS)
+        self._read_new(self.events, HISTORY)
+        self._read_new(self.texts, SAMPLES)
+        self._read_new(self.completion_rows, COMPLETIONS)
 
-    def _take(self, tail: Tail, name: str) -> None:
-        """Add the new rows of a file; what was read of it before is dropped if it was written anew.
-        Damage is noted in `refused`.
+    def _read_new(self, tail: Tail, name: str) -> None:
+        """Read the new rows of the file `name` through `tail` and add them to what is shown; if the
+        file was written anew, what was read of it before is dropped. Damage, and a file that is a
+        link, is noted in `refused`.
         """
         try:
             # each time: a file may be replaced by a link while it is watched
@@ -87,7 +92,7 @@ class WatchedRun:
             )
 
     def _clear(self, name: str) -> None:
-        """Drop what was read of a file that was written anew."""
+        """Forget all rows that were read of the file `name`, which was written anew."""
         if name == METRICS:
             self.series = Series()
         elif name == HISTORY:
@@ -98,8 +103,8 @@ class WatchedRun:
             self.completions = {}
 
     def _add(self, name: str, row: Mapping[str, Any]) -> None:
-        """Add a row of the file `name` to the series of metrics, the history, the completions
-        (MOST_COMPLETIONS per step at most) or the samples (of MOST_PROMPTS prompts at most).
+        """Add a row of the file `name` to the series of metrics, the history, the completions (at
+        most 16 per step) or the samples (of at most 50 prompts), whichever the file is of.
         """
         if name == METRICS:
             self.series.add(row)
@@ -114,7 +119,10 @@ class WatchedRun:
             self.samples.setdefault(row["prompt"], {})[row["step"]] = row["text"]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all that the page shows of the run, as plain values for JSON."""
+        """Return all that the page shows of the run, as plain values for JSON: label, table of
+        facts, metrics by step, starts and saves, checkpoints, samples, options, and the messages of
+        damaged files. Reads config.yaml and goodput.json anew.
+        """
         config = self._config()
         # files of a run are not trusted: there may be more in them than dolmen writes
         options = dict(list(flatten(config).items())[:MOST_OPTIONS])
@@ -126,22 +134,25 @@ class WatchedRun:
             **self.history.as_dict(),
             "checkpoints": self._checkpoints(),
             "samples": [
-                {"prompt": _cut(prompt), "texts": [[step, _cut(by[step])] for step in _some(by)]}
+                {
+                    "prompt": _shorten(prompt),
+                    "texts": [[step, _shorten(by[step])] for step in _pick_steps(by)],
+                }
                 for prompt, by in self.samples.items()
             ]
             + self._completion_tables(),
-            "options": {name: _value(value) for name, value in options.items()},
+            "options": {name: _format_option(value) for name, value in options.items()},
             "refused": sorted(self.refused.values()),
         }
 
     def _completion_tables(self) -> list[dict[str, Any]]:
-        """Return a table of texts by step for each i: the i-th logged completion of every
-        iteration.
+        """Return a table for each i, {"prompt": title, "texts": [[step, text], ...]}: the i-th
+        logged completion of every rollout iteration, or of evenly spaced ones if there are many.
         """
         tables = []
         for i in range(max(map(len, self.completions.values()), default=0)):
             by = {step: texts[i] for step, texts in self.completions.items() if i < len(texts)}
-            texts = [[step, _cut(by[step])] for step in _some(by)]
+            texts = [[step, _shorten(by[step])] for step in _pick_steps(by)]
             tables.append({"prompt": f"Completion {i + 1} of each iteration", "texts": texts})
         return tables
 
@@ -159,12 +170,15 @@ class WatchedRun:
         return {}
 
     def _checkpoints(self) -> list[int]:
-        """Return the steps of the checkpoints on disk, the newest MOST_STARTS."""
+        """Return the steps of the complete checkpoints on disk, in ascending order, at most the
+        newest 500.
+        """
         return list(folders.list_checkpoints(self.folder / "checkpoints"))[-MOST_STARTS:]
 
     def _facts(self, config: Mapping[str, Any]) -> list[list[str]]:
-        """Return the table at the top of a run, as [title, text]: model, layout, batch, steps,
-        state, losses. Empty entries are left out.
+        """Return the rows [title, text] of the table at the top of the run: model, layout, batch,
+        steps, state, goodput, losses and so on; those without a text are left out. `config`: the
+        run's options, nested.
         """
         options, last = flatten(dict(config)), self.series.last
         start = self.history.starts[-1] if self.history.starts else {}
@@ -189,8 +203,8 @@ class WatchedRun:
         return [[name, words] for name, words in facts.items() if words]
 
     def _state(self) -> str:
-        """Return how the last start ended, or that it is in progress, with the number of starts; ""
-        before the first.
+        """Return how the last start of the run ended, or "in progress, or killed" with the time of
+        its last update, and the number of starts if there are several; "" before the first.
         """
         if not self.history.starts:
             return ""
@@ -200,10 +214,12 @@ class WatchedRun:
         if last["ended"] is not None:
             return last["ended"] + again
         # a killed run writes no end, so files alone cannot show which
-        return f"in progress, or killed; last update at {self._heard()} (UTC){again}"
+        return f"in progress, or killed; last update at {self._last_update()} (UTC){again}"
 
     def _goodput(self) -> str:
-        """Return the shares of wall time and the slow ranks as text; "" where there are none."""
+        """Return, from the run's goodput.json, the shares of wall time by activity as text, and the
+        ranks for which the others wait longest; "" where the file is missing, damaged or empty.
+        """
         file = self.folder / goodput.FILE
         try:
             _refuse_link(file)
@@ -215,19 +231,23 @@ class WatchedRun:
             return ""
         shares = {name: seconds / total for name, seconds in sums["seconds"].items()}
         slow = (
-            f"{_cut(name)}: the others wait {seconds / total:.0%}"
+            f"{_shorten(name)}: the others wait {seconds / total:.0%}"
             for name, seconds in sums["slow"].items()
             if seconds / total >= goodput.NAMED
         )
         return "; ".join([goodput.describe(shares), *slow])
 
-    def _heard(self) -> str:
-        """Return the time of the last write to the run's files, UTC, as text."""
+    def _last_update(self) -> str:
+        """Return the time at which a file of metrics, history or samples was last written, in UTC
+        as text.
+        """
         times = [file.stat().st_mtime for file in self._files() if file.exists()]
         return datetime.fromtimestamp(max(times), UTC).strftime("%Y-%m-%d %H:%M:%S")
 
     def _files(self) -> list[Path]:
-        """Return the files whose time of writing shows that a run is alive."""
+        """Return the paths of the files of metrics, history and samples, whose times of writing
+        show that a run is alive.
+        """
         return [tail.file for tail in (self.rows, self.events, self.texts)]
 
 
@@ -235,19 +255,20 @@ class History:
     """The rows of history.jsonl: starts, saves, memory per rank, load of experts."""
 
     def __init__(self):
+        """Start without rows."""
         self.starts: list[dict[str, Any]] = []
         self.saved: list[int] = []
         self.memory: dict[str, Any] = {}
         self.load: dict[str, Any] = {}
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add a row: a start, the end of one, a save, or the last memory and expert loads. A start
-        drops the saves after its step.
+        """Add a row of history.jsonl: a start of the run, which drops saves of later steps; the end
+        of the last start; a save; memory per rank; or loads of experts, of which the last are kept.
         """
         if "begun" in row and len(self.starts) < MOST_STARTS:
             names = ("step", "time", "begun", "steps", "reached", "processes", "device")
             facts = {name: row[name] for name in (*names, "parameters") if name in row}
-            changed = [_cut(line) for line in row.get("changed", ())][:50]
+            changed = [_shorten(line) for line in row.get("changed", ())][:50]
             self.starts.append({**facts, "changed": changed, "ended": None, "until": None})
             # checkpoints after the step that it starts from are not of this course
             self.saved = [step for step in self.saved if step <= row["step"]]
@@ -262,8 +283,9 @@ class History:
             self.load = {"step": row["step"], "layers": row["router_load"]}
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the history as plain values. Starts that have no end and are followed by another
-        were killed; their last step is the one that the next start reports as reached.
+        """Return starts, saved steps, memory per rank and loads of experts as plain values. A start
+        that has no end and is followed by another is marked as killed, in place; its last step is
+        the one that the next start reports as reached.
         """
         for start, after in pairwise(self.starts):
             start["ended"] = start["ended"] or "killed"
@@ -279,8 +301,8 @@ class History:
 
 
 def labels(paths: list[Path]) -> list[str]:
-    """Return a name for each folder: its last part, or as many of its last parts as make all names
-    different.
+    """Return a name for each folder, to be shown: the last part of its path, or as many last parts,
+    the same number for all, as make the names of different folders different.
     """
     full = [path.absolute().parts for path in paths]
     # runs/a/x and runs/b/x become a/x and b/x; 64 ends the search for equal paths
@@ -290,9 +312,9 @@ def labels(paths: list[Path]) -> list[str]:
     return ["/".join(parts[-depth:]) for parts in full]
 
 
-def differing(runs: list[dict[str, Any]]) -> list[list[Any]]:
-    """Return [option, its value in each run (None: not set)] of the options that are not equal in
-    all runs.
+def differing_options(runs: list[dict[str, Any]]) -> list[list[Any]]:
+    """Return [option, [its value in each run]] for each option whose value is not the same in all
+    runs; None where a run does not have it. `runs`: as of `WatchedRun.as_dict`.
     """
     names = {name: None for run in runs for name in run["options"]}
     rows = [[name, [run["options"].get(name) for run in runs]] for name in names]
@@ -307,9 +329,9 @@ def _refuse_link(file: Path) -> None:
         raise gate.refuse(file, "is a link, which is not followed")
 
 
-def _some(steps: Mapping[int, Any]) -> list[int]:
-    """Return at most MOST_TEXTS of the steps, in order, evenly spaced, with the first and the
-    last.
+def _pick_steps(steps: Mapping[int, Any]) -> list[int]:
+    """Return the steps in ascending order; of more than 12, 12 evenly spaced ones with the first
+    and the last.
     """
     steps_ = sorted(steps)
     if len(steps_) <= MOST_TEXTS:
@@ -320,8 +342,8 @@ def _some(steps: Mapping[int, Any]) -> list[int]:
 
 
 def describe_completion(row: Mapping[str, Any]) -> str:
-    """Return a completion as a line of text: reward, length, whether it is finished, prompt and
-    text.
+    """Return a logged completion as text: its reward, tokens and whether it is finished or
+    truncated in brackets, then prompt, arrow, completion. `row`: of completions.jsonl.
     """
     reward = f"reward {row['reward']:.4g}" if "reward" in row else "no reward"
     end = "finished" if row["finished"] else "truncated"
@@ -329,27 +351,28 @@ def describe_completion(row: Mapping[str, Any]) -> str:
     return f"[{facts}]  {row['prompt']} \u2192 {row['completion']}"
 
 
-def _cut(text: str) -> str:
-    """Return the text, cut at LONGEST_TEXT characters with a note of its length."""
+def _shorten(text: str) -> str:
+    """Return the text; one of over 4,000 characters is cut there and followed by its length."""
     if len(text) <= LONGEST_TEXT:
         return text
     return f"{text[:LONGEST_TEXT]} ... ({len(text):,} characters)"
 
 
-def _value(value: Any) -> str:
-    """Return an option's value as text, cut at LONGEST_VALUE characters."""
+def _format_option(value: Any) -> str:
+    """Return an option's value as text (JSON unless it is a string), cut at 400 characters."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]} ..."
 
 
 def _number(value: float | None) -> str:
-    """Return a number with four decimals; "" for None."""
+    """Return a number as text with four decimals; "" for None."""
     return "" if value is None else f"{value:.4f}"
 
 
 def _rollouts(last: Mapping[str, float | None]) -> dict[str, str]:
-    """Return the metrics of the last rollout iteration as {title: text}; "" for those that the run
-    does not have.
+    """Return {title: text} of mean reward, completion length and share of finished completions of
+    the last rollout iteration; "" for those that the run does not have. `last`: the last value of
+    each metric.
     """
     length, finished = (last.get(f"rollout/{name}") for name in ("completion_length", "finished"))
     return {
@@ -360,8 +383,8 @@ def _rollouts(last: Mapping[str, float | None]) -> dict[str, str]:
 
 
 def _layout(options: Mapping[str, Any]) -> str:
-    """Return the parallel layout as text, such as "tp 2 x dp 4 x ZeRO 1", axes of size 1 left
-    out.
+    """Return the parallel layout in a run's options (dotted names) as text, such as "tp 2 x dp 4 x
+    ZeRO 1", without axes of size 1; "one process" if all are, "" without any options.
     """
     # values come from a file: anything may be there, so types are checked
     degrees = [(axis, options.get(f"layout.{axis}")) for axis in AXES]
@@ -372,14 +395,18 @@ def _layout(options: Mapping[str, Any]) -> str:
 
 
 def _processes(start: Mapping[str, Any]) -> str:
-    """Return the number of processes and their device, of a start, as text."""
+    """Return the number of processes and the device of a start of the run as text; "" if not
+    known.
+    """
     if "processes" not in start:
         return ""
     return f"{plural(start['processes'], 'process', 'processes')} on {start.get('device', '?')}"
 
 
 def _batch(options: Mapping[str, Any]) -> str:
-    """Return the size of a global batch as text."""
+    """Return the size of a global batch in a run's options (dotted names) as text, such as "64
+    sequences of 512 tokens"; "" if it is not there.
+    """
     rows, length = (options.get(f"train.{n}") for n in ("global_batch_size", "sequence_length"))
     if not isinstance(rows, int):
         return ""

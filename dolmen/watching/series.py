@@ -32,7 +32,9 @@ class Spread:
     """Number of values that were not finite."""
 
     def add(self, value: float | None) -> None:
-        """Add a value; None, one that is not finite, is counted as a gap."""
+        """Add a value to mean, minimum and maximum; None (a value that was not finite) only counts
+        as a gap.
+        """
         if value is None:
             self.gaps += 1
             return
@@ -43,7 +45,7 @@ class Spread:
         self.mean = self._clamp(mean)
 
     def join(self, other: "Spread") -> None:
-        """Add the values of a neighbouring interval."""
+        """Add all values that `other`, the same column in a neighbouring interval, has counted."""
         self.gaps += other.gaps
         if not other.count:
             return
@@ -55,7 +57,7 @@ class Spread:
         self.mean = self._clamp(mean)
 
     def _clamp(self, mean: float) -> float:
-        """Return the mean, bounded by minimum and maximum: rounding, or the overflow of a
+        """Return `mean` clamped to the minimum and maximum so far: rounding, or the overflow of a
         difference (NaN), may have moved it outside.
         """
         return min(self.high, max(self.low, mean))
@@ -71,7 +73,7 @@ class Interval:
     columns: dict[str, Spread] = field(default_factory=dict)
 
     def join(self, other: "Interval") -> None:
-        """Add the following interval to this one."""
+        """Add all values of the following interval to this one, which then ends where it does."""
         self.step = max(self.step, other.step)
         self.tokens = self.tokens if other.tokens is None else other.tokens
         self.seconds = self.seconds if other.seconds is None else other.seconds
@@ -85,6 +87,7 @@ class Series:
     """
 
     def __init__(self, most: int = MOST):
+        """Start without rows. `most`: maximum number of intervals of steps."""
         self.most = most
         self.width = 1
         self.rows = 0
@@ -96,7 +99,10 @@ class Series:
         self._timed = False
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Add a row of metrics.jsonl, and double the width of intervals if there are too many."""
+        """Add a row of metrics.jsonl to the interval of its step, and double the width of all
+        intervals while there are more than `most`. Numbers are added to their column; null and
+        floats that are not finite count as gaps; other values are ignored.
+        """
         self.rows += 1
         # steps 0 ... width - 1 are interval 0, and so on
         index = row["step"] // self.width
@@ -118,7 +124,9 @@ class Series:
             self._halve()
 
     def _has_column(self, name: str) -> bool:
-        """Return whether the series has a column of this name, adding it if there is room."""
+        """Return whether the series has a column of this name, after adding it if the name has at
+        most 200 characters and there are fewer than 200 columns.
+        """
         # names come from files, so their number and length are bounded
         if name not in self.names and len(self.names) < MOST_COLUMNS and len(name) <= LONGEST:
             self.names.add(name)
@@ -140,15 +148,16 @@ class Series:
         return time - self._first_time
 
     def _halve(self) -> None:
-        """Double the width of intervals, joining each two."""
+        """Halve the number of intervals: double their width, joining each two neighbours."""
         self.width *= 2
         before, self.intervals = sorted(self.intervals.items()), {}
         for index, interval in before:
             self.intervals.setdefault(index // 2, Interval()).join(interval)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return lists with a value per interval: step, tokens and seconds at its end, and for each
-        column:
+        """Return the series as plain values: the number of rows, the width of intervals in steps,
+        the last value of each column, lists of step, tokens and seconds at the end of each
+        interval, and for each column lists over intervals:
 
            mean        of the intervals that have values of it
            at          indices of these intervals; left out where all have values
@@ -170,43 +179,50 @@ class Series:
 
 
 def _column(name: str, intervals: list[Interval]) -> dict[str, Any]:
-    """Return one column as lists over intervals (see `Series.as_dict`)."""
+    """Return the column `name` as lists over the intervals that have values of it: mean, and where
+    they are needed at (indices of these intervals), low and high (minimum and maximum) and gaps
+    (indices of intervals with values that are not finite).
+    """
     spreads = {
         i: interval.columns[name]
         for i, interval in enumerate(intervals)
         if name in interval.columns
     }
     counted_spreads = {i: spread for i, spread in spreads.items() if spread.count}
-    column: dict[str, Any] = {"mean": [_short(spread.mean) for spread in counted_spreads.values()]}
+    column: dict[str, Any] = {
+        "mean": [_round_digits(spread.mean) for spread in counted_spreads.values()]
+    }
     # indices only where they are needed: most columns have a value in every interval
     if len(counted_spreads) < len(intervals):
         column["at"] = list(counted_spreads)
     if any(spread.count > 1 for spread in counted_spreads.values()):
-        column["low"] = [_short(spread.low) for spread in counted_spreads.values()]
-        column["high"] = [_short(spread.high) for spread in counted_spreads.values()]
+        column["low"] = [_round_digits(spread.low) for spread in counted_spreads.values()]
+        column["high"] = [_round_digits(spread.high) for spread in counted_spreads.values()]
     if gaps := [i for i, spread in spreads.items() if spread.gaps]:
         column["gaps"] = gaps
     return column
 
 
 def _forward_fill(values: list[float | None]) -> list[float]:
-    """Return the values with each None replaced by the value before it, 0 at the start."""
+    """Return the values, rounded to eight digits, with each None replaced by the value before it,
+    or by 0 at the start.
+    """
     out, last = [], 0.0
     for value in values:
         # an interval may lack it, and a curve needs a place for each
         last = last if value is None else value
-        out.append(_short(last))
+        out.append(_round_digits(last))
     return out
 
 
-def _short(value: float) -> float:
+def _round_digits(value: float) -> float:
     """Return the value rounded to eight significant digits, which are enough for a picture."""
     return float(f"{value:.8g}")
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number as a float; None for everything else, bool included, and beyond
-    1e300.
+    """Return an int or float as a float; None for anything else (bool too), for one that is not
+    finite, and for one beyond 1e300 in size.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > 1e300:
         return None

@@ -77,7 +77,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def test_one_wait_and_little_more_pinned_memory_than_numbers(gpu):
     """Copies are bitwise, and each is a storage of its own size."""
     given = tensors()
-    made = writer.copies(given, gpu.pinned)
+    made = writer.copy_to_cpu(given, gpu.pinned)
     assert gpu.waits == 1 and not gpu.inside
     for name, t in given.items():
         copy = made[name]
@@ -97,7 +97,7 @@ def test_pinned_memory_is_little_more_than_what_is_written(name):
         parts = [-(-shape[0] // ranks) * math.prod(shape[1:]) * 4 for shape in shapes]
         if not 2**20 < sum(parts) * 3 <= 192 * 2**30:
             continue  # more than any GPU has, or too little to tell
-        chunks, _ = writer.plan(tuple(parts * 3))
+        chunks, _ = writer.plan_chunks(tuple(parts * 3))
         assert all(size & (size - 1) == 0 for size in chunks)
         assert sum(parts) * 3 <= sum(chunks) <= 1.05 * sum(parts) * 3, ranks
 
@@ -106,13 +106,13 @@ def test_no_two_tensors_lie_in_one_place():
     chance = random.Random(0)
     for _ in range(50):
         wanted = tuple(chance.choice((0, 1, 255, 256, 257, 9999)) for _ in range(30))
-        chunks, places = writer.plan(wanted)
+        chunks, places = writer.plan_chunks(wanted)
         ends = [0] * len(chunks)
         for (chunk, begin), size in sorted(zip(places, wanted, strict=True)):
             assert begin >= ends[chunk] and begin % 256 == 0
             ends[chunk] = begin + size
         assert all(end <= size for end, size in zip(ends, chunks, strict=True))
-    assert writer.plan(()) == ([], []) and len(writer.plan((0,))[0]) == 1
+    assert writer.plan_chunks(()) == ([], []) and len(writer.plan_chunks((0,))[0]) == 1
 
 
 def test_shards_stay_shards(gpu):
@@ -131,7 +131,7 @@ def test_shards_stay_shards(gpu):
         model = build(config, meshes.build_mesh(2, 2, torch.device("cpu")), Layout(zero=1))
         initialize(model, 0)
         given = dict(model.named_parameters())
-        made = writer.copies(given, gpu.pinned)
+        made = writer.copy_to_cpu(given, gpu.pinned)
         for name, p in given.items():
             assert made[name].placements == p.placements and made[name].shape == p.shape
             assert state.region(made[name]) == state.region(p)

@@ -13,7 +13,7 @@ import pytest
 from tinyrun import dolmen
 
 from dolmen.watching.page import GROUPS, write_page
-from dolmen.watching.run import WatchedRun, differing, labels
+from dolmen.watching.run import WatchedRun, differing_options, labels
 from dolmen.watching.series import MOST, MOST_COLUMNS, Series, number
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -235,7 +235,7 @@ def test_names_of_runs():
     assert labels([Path("a/x"), Path("b/y")]) == ["x", "y"]
     assert len(labels([Path("a"), Path("a")])) == 2
     runs = [{"options": {"a": "1", "b": "2"}}, {"options": {"a": "1", "c": "3"}}]
-    assert differing(runs) == [["b", ["2", None]], ["c", [None, "3"]]]
+    assert differing_options(runs) == [["b", ["2", None]], ["c", [None, "3"]]]
 
 
 # Clicks on everything, then asks what is drawn.
