@@ -142,9 +142,9 @@ def _critic(meta: Mapping[str, Any] | None) -> SavedCritic | None:
 
 
 def model_of(run: Mapping[str, Any]) -> tuple[ModelConfig, Training]:
-    """Return, from a run's configuration as plain values, the model's family and config fields
-    (ModelConfig) and what training adds to it (Training: router losses and biases, adapters). The rest of
-    the configuration is not read. Raises ValueError for wrong values.
+    """Return, from a run's configuration as plain values, the model's family and config fields, and
+    what training adds to it (router losses and biases, adapters). The rest of the configuration is
+    not read. Raises ValueError for wrong values.
     """
     router = from_dict(RouterTraining, run["train"].get("router", {}), path="train.router")
     adapter = from_dict(AdapterConfig, run.get("adapter", {}), path="adapter")

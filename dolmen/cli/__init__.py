@@ -56,8 +56,9 @@ LOADING = ("train", "replay", "dryrun", "generate", "chat", "serve", "verify", "
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line (`argv`, by default that of this process) and return its exit code; see
-    the head of this file. Prints errors to stderr, on the first process only.
+    """Run a command line of dolmen (`argv`, by default that of this process) and return its exit
+    code: 0 done; 1 a run or a comparison failed; 2 bad input; 130 after Ctrl-C, 143 after SIGTERM.
+    Prints usage, the version, or errors (to stderr, on the first process of a host only).
     """
     from dolmen.launch import process
 
@@ -107,8 +108,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _announce(verb: str, words: list[str]) -> None:
-    """Print that a model is loading, for verbs that load one: at a terminal, and for `serve`
-    always.
+    """Print to stderr that a model is loading, for verbs that load one: at a terminal, and for
+    `serve` always; not for --help, without arguments, or on other processes than the first.
+    `words`: what follows the verb.
     """
     if verb not in LOADING or {"-h", "--help"} & {*words} or not words or not _is_first():
         return
@@ -118,5 +120,7 @@ def _announce(verb: str, words: list[str]) -> None:
 
 
 def _is_first() -> bool:
-    """Return whether this process is the first one on its host, which prints."""
+    """Return whether this process has local rank 0 on its host (by LOCAL_RANK or SLURM_LOCALID, or
+    without either), and so prints.
+    """
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"

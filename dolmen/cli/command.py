@@ -84,22 +84,23 @@ MODULES = {
 
 
 def run(verb: str, config: Any) -> int:
-    """Import the module of a verb, call its `run_VERB` with the configuration, and return the exit
-    code.
+    """Run a verb of the command line: import its module, call its function run_VERB with the
+    configuration `config`, and return the exit code.
     """
     (module,) = (module for module, verbs in MODULES.items() if verb in verbs)
     return getattr(import_module(f"dolmen.cli.{module}"), f"run_{verb}")(config)
 
 
 def find(path: str) -> type[Any]:
-    """Import and return the class at a dotted path."""
+    """Return the class at a dotted path (module.Class), importing its module."""
     module, _, name = path.rpartition(".")
     return getattr(import_module(module), name)
 
 
 def read(verb: str, argv: list[str]) -> Any:
-    """Return the configuration of `dolmen VERB ARGV...`. Exits with 0 after --help. Raises BadInput
-    for anything that is wrong with the options.
+    """Return the configuration, an instance of the verb's config class, for the command line
+    `dolmen VERB ARGV...`. Prints the help and exits with 0 for --help. Raises BadInput for anything
+    that is wrong with the options.
     """
     try:
         if verb in RUNS:
@@ -118,8 +119,8 @@ def read(verb: str, argv: list[str]) -> Any:
 
 
 def parse_config(cls: type[Any], verb: str, argv: list[str]) -> Any:
-    """Return an instance of the config class `cls` with the options in `argv`. Exits with 0 after
-    --help. Raises BadInput or ValueError.
+    """Return an instance of the config class `cls` of the verb, with fields set by the options in
+    `argv`. Prints the help and exits with 0 for --help. Raises BadInput or ValueError.
     """
     # parses the source of the class, 2 ms per module
     option_groups = groups(cls)
@@ -134,14 +135,17 @@ def parse_config(cls: type[Any], verb: str, argv: list[str]) -> Any:
 
 
 def full_verb(argv: list[str]) -> str:
-    """Return the verb of a command line, with its part if it has one: "vocab extend"."""
+    """Return the verb of a command line, with its second word if the verb has parts: "train",
+    "vocab extend".
+    """
     _, parts = PARTS.get(argv[0], ("", {}))
     return " ".join(argv[:2] if argv[1:] and argv[1] in parts else argv[:1])
 
 
 def parse_part(verb: str, argv: list[str]) -> Any:
-    """Return the configuration of a verb with parts, such as `vocab train`. Exits with 0 after
-    --help. Raises BadInput or ValueError.
+    """Return the configuration for a verb that has parts, such as `vocab train`; the first word of
+    `argv` is the part. Prints the help of the verb or its part and exits with 0 for --help. Raises
+    BadInput, also for an unknown or missing part, or ValueError.
     """
     about, parts = PARTS[verb]
     part = argv[0] if argv else ""
@@ -156,8 +160,8 @@ def parse_part(verb: str, argv: list[str]) -> Any:
 
 
 def read_handed(verb: str, file: Path) -> Any:
-    """Return the configuration that the launcher wrote to `file` for its workers. Raises
-    BadInput.
+    """Return the configuration of the verb that dolmen's launcher wrote to `file`, as YAML, for its
+    workers. Raises BadInput.
     """
     from dolmen.files import gate, kinds  # YAML, which no help needs
 

@@ -22,8 +22,9 @@ from dolmen.vocabulary.train import train
 
 
 def run_convert(options: ConvertConfig) -> int:
-    """Run `dolmen convert` and print its report. Returns 0, or 1 if the written model differs
-    (which is deleted). Raises BadInput.
+    """Run `dolmen convert`: write a model in another format, read it back, compare the two and
+    print the report. Returns 0, or 1 if they differ (then the written model is deleted). Raises
+    BadInput.
     """
     try:
         print(convert(options, progress=True))
@@ -37,7 +38,9 @@ def run_convert(options: ConvertConfig) -> int:
 
 
 def run_export(options: ExportConfig) -> int:
-    """Run `dolmen export`. Returns 0. Raises BadInput."""
+    """Run `dolmen export`: write a run's newest checkpoint or any model as a transformers
+    directory, and print what was written. Returns 0. Raises BadInput.
+    """
     with as_bad_input():
         title = export_model(
             options.source, options.to, options.dtype, options.adapters, options.critic
@@ -47,7 +50,9 @@ def run_export(options: ExportConfig) -> int:
 
 
 def run_tokenize(options: TokenizeConfig) -> int:
-    """Run `dolmen tokenize` and print the counts. Returns 0. Raises BadInput."""
+    """Run `dolmen tokenize`: write text as an indexed data set of Megatron-LM (.bin and .idx), and
+    print the numbers of tokens and documents. Returns 0. Raises BadInput.
+    """
     with as_bad_input():
         written = tokenize(options)
     print(
@@ -61,7 +66,7 @@ class VocabularyReport(Protocol):
     """Result of a part of `dolmen vocab`."""
 
     def lines(self) -> list[str]:
-        """Return the lines to print."""
+        """Return the lines of the report, to be printed."""
         ...
 
 
@@ -73,8 +78,8 @@ VOCAB_STEPS: dict[type, Callable[[Any], VocabularyReport]] = {
 
 
 def run_vocab(options: VocabTrainConfig | VocabMergeConfig | VocabExtendConfig) -> int:
-    """Run a part of `dolmen vocab` (train, merge or extend) and print its report. Returns 0. Raises
-    BadInput.
+    """Run `dolmen vocab train`, `merge` or `extend`, whichever `options` are of, and print its
+    report. Returns 0. Raises BadInput.
     """
     with as_bad_input():
         # the class of the options decides the part

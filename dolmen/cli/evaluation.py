@@ -28,8 +28,9 @@ from dolmen.serving import processes
 
 
 def run_evaluate(options: EvaluateConfig) -> int:
-    """Run `dolmen evaluate`: perplexity over a text, or tasks of lm_eval, or both. Returns the exit
-    code. Raises BadInput.
+    """Run `dolmen evaluate`: check the options, open the model, and on the processes of the layout
+    measure the perplexity of a text, or run tasks of lm_eval, or both; print tables and write
+    --json. Returns the exit code. Raises BadInput.
     """
     with as_bad_input():
         if not process.launched_here():
@@ -56,8 +57,8 @@ def run_evaluate(options: EvaluateConfig) -> int:
             )
 
     def work(mesh: Mesh, source: ModelSource) -> int:
-        """Load the model, evaluate the text and the tasks, print tables and write --json on the
-        first rank. Returns 0.
+        """Load this process's part of the model, evaluate the text and the tasks with all ranks,
+        and print tables and write --json on the first rank. Returns 0.
         """
         # other ranks print nothing
         loaded = load(source, mesh, options.dtype, options.weights)
@@ -78,9 +79,9 @@ def run_evaluate(options: EvaluateConfig) -> int:
 
 
 def run_diff(options: DiffConfig | DiffWork) -> int:
-    """Run `dolmen diff`: print the comparison and write --json. Returns 0 if the computations
-    agree, 1 if they differ or a worker fails. With DiffWork this process is a worker of such a
-    comparison. Raises BadInput.
+    """Run `dolmen diff`: compare two computations of a model tensor by tensor, print the comparison
+    and write --json. Returns 0 if they agree, 1 if they differ or a worker process fails. Given a
+    DiffWork, this process is such a worker: it computes one of the two sides. Raises BadInput.
     """
     if isinstance(options, DiffWork):  # a worker process that this verb has started
         return process.run_worker(partial(_diff_worker, options))
@@ -100,14 +101,16 @@ def run_diff(options: DiffConfig | DiffWork) -> int:
 
 
 def _diff_worker(options: DiffWork) -> int:
-    """Compute one side of a comparison in a worker process. Returns 0."""
+    """Compute one of the two sides of `dolmen diff` in this worker process. Returns 0."""
     work(options)
     return 0
 
 
 def run_verify(options: VerifyConfig) -> int:
-    """Run `dolmen verify`. Returns 0 if the models agree, else 1; then it names the first tensor
-    that differs, or the command that does.
+    """Run `dolmen verify`: compare a model's computation in dolmen with that of transformers on the
+    processes of the layout, and print a table. Returns 0 if they agree, else 1, after running a
+    tensor-by-tensor comparison (`dolmen diff`) in one process, or printing its command with
+    several. Raises BadInput.
     """
     # both are checked before processes start
     folders = [options.folder, *([options.against] if options.against else [])]
@@ -115,7 +118,9 @@ def run_verify(options: VerifyConfig) -> int:
     resolved = processes.resolve("verify", folders, layout, options.device)
 
     def work(mesh: Mesh, source: ModelSource, against: ModelSource | None = None) -> int:
-        """Compare the models on this process's part of the mesh, and print the report."""
+        """Compare the model `source` with transformers (on `against`, if given) with all ranks of
+        the mesh, and print the report on the first. Returns 0 if they agree, else 1.
+        """
         report = verify(source, against, mesh, length=options.length)
         screen = console(mesh.first)
         screen.print(report.table())
@@ -133,7 +138,9 @@ def run_verify(options: VerifyConfig) -> int:
 
 
 def _diff_config(options: VerifyConfig) -> DiffConfig:
-    """Return the options of `dolmen diff` that compare the same models tensor by tensor."""
+    """Return the configuration of the `dolmen diff` that makes the comparison of a `dolmen verify`
+    tensor by tensor, gradients included.
+    """
     against = f"{THEIRS}:{options.against or options.folder}"
     return DiffConfig(
         options.folder,
@@ -146,6 +153,8 @@ def _diff_config(options: VerifyConfig) -> DiffConfig:
 
 
 def _diff_command(options: VerifyConfig) -> str:
-    """Return the arguments of the `dolmen diff` command for the same comparison."""
+    """Return the words after `dolmen diff` on a command line that makes the comparison of a `dolmen
+    verify` tensor by tensor.
+    """
     config = _diff_config(options)
     return f"{config.first} {config.second} --a.layout.tp {options.layout.tp}"

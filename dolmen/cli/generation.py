@@ -38,8 +38,9 @@ from dolmen.serving.speculation import check_draft
 
 
 def run_generate(options: GenerateConfig) -> int:
-    """Run `dolmen generate`: check the options, then complete --prompt or the rows of --input.
-    Returns the exit code. Raises BadInput.
+    """Run `dolmen generate`: check the options, open the model, and on the processes of the layout
+    generate completions of --prompt, which are printed, or of the rows of --input, which go to a
+    file. Returns the exit code. Raises BadInput.
     """
     with as_bad_input():  # before any process, and before a model is read
         options.sampling_params.check()
@@ -68,15 +69,18 @@ def run_generate(options: GenerateConfig) -> int:
 
 
 def _check_draft(resolved: Resolved) -> None:
-    """Raise BadInput where the second model, if there is one, cannot draft for the first."""
+    """Raise BadInput if there is a draft model for speculative decoding, the second of the opened
+    models, and it does not suit the first, such as by its vocabulary.
+    """
     with as_bad_input():
         for draft in resolved.sources[1:]:
             check_draft(draft.spec, resolved.source.spec)
 
 
 def _generate_file(options: GenerateConfig, resolved: Resolved) -> int:
-    """Complete all rows of --input on the processes of the layout, and choose the best samples if
-    --best is set. Returns the exit code. Raises BadInput.
+    """Generate completions of all unfinished rows of --input on the processes of the layout, and
+    write them to --output; then, if --best is set, write the best sample of each row by its reward.
+    Returns the exit code. Raises BadInput.
     """
     started, fresh = process.read_launch(), not process.launched_here()
     # the launcher reads all rows, and refuses what is bad, before it starts others
@@ -87,7 +91,9 @@ def _generate_file(options: GenerateConfig, resolved: Resolved) -> int:
     if job.unfinished:
 
         def work(mesh: Mesh, source: ModelSource, draft: ModelSource | None = None) -> int:
-            """Generate the rows on this process's part of the mesh."""
+            """Generate completions of this process's share of the rows and write them. Returns
+            0.
+            """
             offline.generate(job, source, mesh, draft)
             return 0
 
@@ -103,8 +109,9 @@ def _generate_file(options: GenerateConfig, resolved: Resolved) -> int:
 
 
 def _choose_best(job: offline.Job, models: Mapping[str, ModelSource]) -> None:
-    """Write the best sample of each row to --best, and print the mean reward. `models`: reward
-    models by name. Raises BadInput.
+    """Compute the rewards of all samples, write the best sample of each row to --best, and print
+    the mean rewards, with a warning if samples have none. `models`: reward models by name. Raises
+    BadInput.
     """
     with as_bad_input():
         best = best_of_n.choose(job, models)
@@ -120,8 +127,8 @@ def _choose_best(job: offline.Job, models: Mapping[str, ModelSource]) -> None:
 
 
 def _generate_prompts(options: GenerateConfig, resolved: Resolved) -> int:
-    """Complete all prompts in one engine on the processes of the layout, and print them on the
-    first rank. Returns the exit code. Raises BadInput.
+    """Generate completions of all --prompt texts together, on the processes of the layout, and
+    print prompts and completions on the first rank. Returns the exit code. Raises BadInput.
     """
     with as_bad_input():
         config, notes = apply_generation_config(options, resolved.source.generation_config)
@@ -135,7 +142,9 @@ def _generate_prompts(options: GenerateConfig, resolved: Resolved) -> int:
     limits = Limits(tokens=options.max_batch_tokens)
 
     def work(mesh: Mesh, source: ModelSource, draft: ModelSource | None = None) -> int:
-        """Generate on this process's part of the mesh."""
+        """Load this process's part of the model, generate all completions with the other ranks, and
+        print them on the first. Returns 0.
+        """
         for line in notes:
             say(line, mesh.first)
         texts = [Detokenizer(tokenizer, options.stop) for _ in prompts]
@@ -174,9 +183,9 @@ class CompletionPrinter:
         self.texts, self.prompts, self.visible = texts, prompts, visible
 
     def add(self, index: int, token: int) -> bool:
-        """Add a token of completion `index` and return whether that has reached a stop string. Only
-        the first completion is printed as it grows. The prompt is printed with its first token, so
-        nothing is printed when the request fails.
+        """Add a token to the completion `index`, and return whether this completion has reached a
+        stop string. Of the first completion (index 0), the new text is printed, and its prompt
+        before the first token, so that nothing is printed when the request fails.
         """
         text = self.texts[index]
         new = text.add(token)
@@ -188,14 +197,16 @@ class CompletionPrinter:
         return text.stopped is not None
 
     def end(self) -> None:
-        """Print the rest of the first completion, and the other prompts and completions."""
+        """Print the rest of the first completion, then the other prompts with their completions.
+        Those without any token are left out.
+        """
         for index, (prompt, text) in enumerate(zip(self.prompts, self.texts, strict=True)):
             if text.tokens:
                 rest = text.end()
                 self._print((rest if index == 0 else prompt + text.whole) + "\n")
 
     def _print(self, text: str) -> None:
-        """Print text without a newline, on the rank that prints."""
+        """Print text to stdout without a newline, if this rank prints."""
         # the first rank
         if self.visible:
             print(text, end="", flush=True)
@@ -212,8 +223,8 @@ End a line with \\ to continue the message in the next line."""
 
 
 def run_chat(options: ChatConfig) -> int:
-    """Run `dolmen chat` until the user ends it. Returns the exit code. Raises BadInput for options,
-    and for a model without a chat template.
+    """Run `dolmen chat`: load a model and chat in the terminal until the user ends it. Returns the
+    exit code. Raises BadInput for wrong options, and for a model without a chat template.
     """
     with as_bad_input():
         options.sampling_params.check()
@@ -233,7 +244,7 @@ def run_chat(options: ChatConfig) -> int:
         say(line)
 
     def work(mesh: Mesh, _: ModelSource, draft: ModelSource | None = None) -> int:
-        """Load the model, and talk. Returns 0."""
+        """Load the model, and chat in the terminal until the user ends it. Returns 0."""
         # one process: the chat has the model that was opened here
         with chat.engine(mesh, draft):
             Terminal(chat).talk()
@@ -248,9 +259,10 @@ class Terminal:
     """
 
     def __init__(self, chat: ChatSession):
+        """Prepare a chat on stdin and stdout; at a terminal, arrow keys recall earlier messages."""
         self.chat = chat
         self.interactive = sys.stdin.isatty()
-        readline.set_auto_history(self.interactive)  # arrow keys recall earlier messages
+        readline.set_auto_history(self.interactive)
         self.commands: dict[str, Callable[[], None]] = {
             "/reset": self._reset,
             "/retry": self._retry,
@@ -259,7 +271,9 @@ class Terminal:
         }
 
     def talk(self) -> None:
-        """Reply to messages until /exit or the end of the input."""
+        """Read messages from stdin and print the model's replies until /exit or the end of the
+        input. Lines that begin with / are commands (/reset, /retry, /history, /help).
+        """
         say(CHAT_HELP, self.interactive)
         for text in self._read_messages():
             if text == "/exit":
@@ -272,8 +286,8 @@ class Terminal:
                 self._print_reply(text)
 
     def _read_messages(self) -> Iterator[str]:
-        """Yield messages until the end of the input. Ctrl-C at the prompt prints how to end the
-        chat.
+        """Yield the user's messages until the end of the input. Ctrl-C while a message is typed
+        prints how to end the chat.
         """
         while True:
             try:
@@ -284,7 +298,9 @@ class Terminal:
                 say("\n/exit or Ctrl-D ends the chat")
 
     def _read(self) -> str:
-        """Read a message of one or several lines. Raises EOFError at the end of the input."""
+        """Read a message from stdin and return it, stripped: one line, or more while lines end in a
+        backslash. Raises EOFError at the end of the input.
+        """
         lines = [input("> " if self.interactive else "")]
         while lines[-1].endswith("\\"):
             # the backslash continues the message
@@ -293,8 +309,8 @@ class Terminal:
         return "\n".join(lines).strip()
 
     def _print_reply(self, text: str) -> None:
-        """Print the reply to a message as it is generated. Ctrl-C interrupts it; an error is
-        printed.
+        """Print the model's reply to the message `text` as it is generated, and a note if it was
+        truncated. Ctrl-C interrupts it; a ValueError is printed, not raised.
         """
         # instead of KeyboardInterrupt in the middle of a step
         with process.handling({signal.SIGINT: lambda *_: self.chat.stop()}):
@@ -310,12 +326,14 @@ class Terminal:
                 say(str(error))
 
     def _reset(self) -> None:
-        """Start a new chat (/reset)."""
+        """Run the command /reset: forget all messages, and say so."""
         self.chat.reset()
         say("started a new chat")
 
     def _retry(self) -> None:
-        """Generate another reply to the last message (/retry)."""
+        """Run the command /retry: replace the reply to the last message by a new one, and print it;
+        print a note if there is no message.
+        """
         text = self.chat.undo()
         if text is None:
             say("there is no message to reply to yet")
@@ -323,7 +341,7 @@ class Terminal:
             self._print_reply(text)
 
     def _history(self) -> None:
-        """Print all messages (/history)."""
+        """Run the command /history: print all messages with their roles, to stderr."""
         for message_ in self.chat.messages:
             say(f"{message_['role']}: {message_['content']}")
 
@@ -332,8 +350,9 @@ SERVER_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 
 
 def run_serve(options: ServeConfig) -> int:
-    """Run `dolmen serve` until it is stopped. Returns the exit code. Raises BadInput, also where
-    the packages of the extra are not installed.
+    """Run `dolmen serve`: load a model on the processes of the layout and serve it over HTTP with
+    OpenAI's API until it is stopped. Returns the exit code. Raises BadInput, also if the packages
+    of the extra `serve` are not installed.
     """
     # found without importing them
     missing = [name for name in SERVER_PACKAGES if find_spec(name) is None]
@@ -357,7 +376,9 @@ def run_serve(options: ServeConfig) -> int:
             server.check(options, resolved.source, tokenizer)
 
     def work(mesh: Mesh, source: ModelSource, draft: ModelSource | None = None) -> int:
-        """Serve on this process's part of the mesh. Returns 0."""
+        """Load this process's part of the model and serve requests with the other ranks until the
+        server is stopped. Returns 0.
+        """
         server.serve(options, source, tokenizer, mesh, draft)
         return 0
 

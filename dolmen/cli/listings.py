@@ -16,7 +16,9 @@ from dolmen.watching.page import ShowConfig, write_page
 
 
 def run_recipes(_: RecipesOptions) -> int:
-    """Print the table of built-in runs. Returns 0."""
+    """Run `dolmen recipes`: print a table of the built-in runs with parameters, tokens per step and
+    descriptions. Returns 0.
+    """
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ("recipe", "parameters", "tokens per step", "description"):
         table.add_column(name, justify="right" if name[0] in "pt" else "left")
@@ -50,7 +52,8 @@ FOOTNOTE = (
 
 
 def run_families(_: FamiliesOptions) -> int:
-    """Print the table of model families with the measured differences from their references.
+    """Run `dolmen families`: print a table of the model families with recorded differences of
+    logits and gradients from their references, and checked layouts; nothing is measured now.
     Returns 0.
     """
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
@@ -90,8 +93,8 @@ def run_families(_: FamiliesOptions) -> int:
 
 
 def run_show(options: ShowConfig) -> int:
-    """Run `dolmen show`: write the page of runs, or serve it until Ctrl-C. Returns 0. Raises
-    BadInput.
+    """Run `dolmen show`: write the HTML page of runs to a file and print its path, or with --serve
+    serve it until Ctrl-C. Returns 0. Raises BadInput.
     """
     try:
         folders = [page.run_folder(name) for name in options.runs]

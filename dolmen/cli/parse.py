@@ -55,18 +55,20 @@ class Option:
 
     @property
     def off(self) -> str:
-        """Name of the option that switches it off."""
+        """Name of the option that switches this bool option off: layout.no-x for layout.x."""
         section, dot, last = self.name.rpartition(".")
         return f"{section}{dot}no-{last}"
 
     @property
     def key(self) -> str:
-        """Its name in YAML."""
+        """The option's name in YAML: with _ for -."""
         return self.name.replace("-", "_")
 
     @property
     def several(self) -> bool:
-        """True if it takes any number of words."""
+        """True if one occurrence of the option takes any number of words (a tuple that is not
+        REPEATED).
+        """
         return get_origin(plain_type(self.hint)) is tuple and Mark.REPEATED not in self.marks
 
 
@@ -82,9 +84,10 @@ class OptionGroup:
 
 
 def groups(cls: type, default: Any = None, section: str = "") -> list[OptionGroup]:
-    """Return the options of a dataclass and of its sections, one group each, with the values of
-    `default` (an instance) as defaults. A field that is neither text nor number nor section, such
-    as the model, is no option.
+    """Return the options that the fields of a dataclass are on the command line: a group for its
+    own fields, then one for each nested dataclass (section). Default values are those of the
+    instance `default`, if given, else of the class. `section`: prefix of the names, such as
+    "layout.". Fields of type Any or an optional dataclass, such as the model, are no options.
     """
     hints = get_type_hints(cls, include_extras=True)
     texts = attribute_docs(cls)
@@ -102,26 +105,26 @@ def groups(cls: type, default: Any = None, section: str = "") -> list[OptionGrou
 
 
 def split_marks(hint: Any) -> tuple[Any, ...]:
-    """Return (type, *marks) of a type hint that may be Annotated."""
+    """Return (type, *marks) for Annotated[type, *marks], and (hint,) for any other type hint."""
     return get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
 
 
 def options(option_groups: Sequence[OptionGroup]) -> dict[str, Option]:
-    """Return the options of all groups by name."""
+    """Return name -> option for the options of all groups."""
     return {option.name: option for group in option_groups for option in group.options}
 
 
 def names(known: Collection[Option]) -> list[str]:
-    """Return all option names that a command line may have, each switch followed by the name that
-    switches it off.
+    """Return the names (without dashes) of all options that a command line may have: "help", then
+    each option that is not positional, a bool followed by the name that switches it off.
     """
     flags = (field for field in known if Mark.POSITIONAL not in field.marks)
     return ["help", *chain.from_iterable([o.name, o.off] if o.switch else [o.name] for o in flags)]
 
 
 def attribute_docs(cls: type) -> dict[str, str]:
-    """Return attribute -> its docstring in the source of the class or a base class, as one line.
-    Python keeps none of these, so the source is parsed: 2 ms per module.
+    """Return attribute -> the docstring below it in the source of the class, or else of a base
+    class, as one line. Python keeps none of these, so the source is parsed: 2 ms per module.
     """
     docs: dict[str, str] = {}
     # the text of a subclass wins
@@ -138,7 +141,9 @@ def attribute_docs(cls: type) -> dict[str, str]:
 
 @cache
 def class_bodies(module: str) -> dict[str, list[ast.stmt]]:
-    """Return class -> its statements, for a module that has been imported."""
+    """Return, for a module that has been imported, the name of each class at its top level -> the
+    statements (AST) of the class, from its source.
+    """
     tree = ast.parse(inspect.getsource(sys.modules[module]))
     return {node.name: node.body for node in tree.body if isinstance(node, ast.ClassDef)}
 
@@ -146,11 +151,11 @@ def class_bodies(module: str) -> dict[str, list[ast.stmt]]:
 def parse(
     argv: Sequence[str], known: Mapping[str, Option], verb: str, rest: bool = False
 ) -> dict[str, Any]:
-    """Parse `argv` and return the given values by the options' names in YAML, such as `layout.tp`.
-
-    `rest`: return unknown options too, as Words, because only the family of a run's model decides
-    which of them exist. Raises BadInput for unknown or missing options, stray words and invalid
-    values.
+    """Parse the words `argv` after a verb: return name in YAML -> value (layout.tp -> 2) of the
+    options that occur, converted to their types. `known`: the verb's options by name. With `rest`,
+    unknown options are returned too, their values as Words, because only the family of a run's
+    model decides which of them exist. Raises BadInput for unknown or missing options, stray words
+    and invalid values.
     """
     names_off = {option.off: option for option in known.values() if option.switch}
     places = [option for option in known.values() if Mark.POSITIONAL in option.marks]
@@ -177,7 +182,7 @@ def parse(
         elif (option := known.get(name)) is not None and Mark.POSITIONAL not in option.marks:
             words = [inline] if sign else option_words(option, after)
             i += 0 if sign else len(words)
-            value = _value(option, words)
+            value = _convert_words(option, words)
             repeated = Mark.REPEATED in option.marks
             # otherwise the last one wins
             values[option.key] = (*values.get(option.key, ()), *value) if repeated else value
@@ -196,17 +201,18 @@ def parse(
 
 
 def option_words(option: Option, after: Sequence[str]) -> list[str]:
-    """Return those of the words `after` an option that are its values: for a switch only a True,
-    False or None, for a tuple all of them, else the first.
+    """Return which of the words `after` an option (up to the next option) are its value: for a bool
+    the first if it is True, False or None; for a tuple all of them; else the first.
     """
     if option.switch:
         return [word for word in after[:1] if word in ("True", "False", "None")]
     return list(after if option.several else after[:1])
 
 
-def _value(option: Option, words: Sequence[str]) -> Any:
-    """Convert the words after an option to its value: True for a switch, the default of
-    ValueOptional without words. Raises BadInput.
+def _convert_words(option: Option, words: Sequence[str]) -> Any:
+    """Return the value of an option from its words on the command line, converted to its type.
+    Without words: True for a bool, and for an option whose value may be left out the value that
+    this means. Raises BadInput for words that do not fit the type.
     """
     bare = [mark.value for mark in option.marks if isinstance(mark, ValueOptional)]
     if not words and (option.switch or bare):
@@ -216,7 +222,9 @@ def _value(option: Option, words: Sequence[str]) -> Any:
 
 
 def _refuse_missing(known: Mapping[str, Option], values: Mapping[str, Any]) -> None:
-    """Raise BadInput that names all required options without a value."""
+    """Raise BadInput if required options have no value in `values` (by name in YAML), naming all of
+    them with their help texts.
+    """
     # all at once, not one per run
     missing = [o for o in known.values() if o.default is MISSING and o.key not in values]
     if missing:
@@ -226,7 +234,9 @@ def _refuse_missing(known: Mapping[str, Option], values: Mapping[str, Any]) -> N
 
 
 def _unknown_options_message(unknown: Sequence[str], verb: str, known: Collection[str]) -> str:
-    """Return the message for unknown options, each with the nearest known one."""
+    """Return the error message for unknown options of a verb, with advice for each: the nearest of
+    the `known` names, or the one that has another trainer's name; else how to list the options.
+    """
     # imports the options of all families, which takes 0.1 s
     from dolmen.training.spellings import suggestion
 
@@ -262,8 +272,8 @@ METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
 
 
 def full_help(verb: str, about: str, groups: Sequence[OptionGroup]) -> str:
-    """Return the help of a verb: usage, `about`, and all options with texts and defaults, in
-    groups.
+    """Return the text of `dolmen VERB --help`: usage, the description `about`, positional
+    arguments, and all options with texts and defaults, in groups.
     """
     places = [o for group in groups for o in group.options if Mark.POSITIONAL in o.marks]
     named = " ".join(option.name.upper() for option in places)
@@ -286,7 +296,9 @@ def full_help(verb: str, about: str, groups: Sequence[OptionGroup]) -> str:
 
 
 def _synopsis(option: Option) -> list[str]:
-    """Return the lines with an option's name and its value's form."""
+    """Return the lines of a help text with an option's name and the form of its value: --pp INT; a
+    bool with the name that switches it off.
+    """
     if option.switch:
         return [f"  --{option.name}, --{option.off}"]
     form = f"--{option.name} {_metavar(option.hint)}"
@@ -294,7 +306,9 @@ def _synopsis(option: Option) -> list[str]:
 
 
 def _metavar(hint: Any) -> str:
-    """Return how a value of a type is written in help texts, such as INT, [TEXT ...] or {a, b}."""
+    """Return how a value of the type `hint` is written in help texts: INT, FLOAT, TEXT, [TEXT ...]
+    for a tuple, {a, b} for a Literal; followed by |None if None is allowed.
+    """
     kind, none = plain_type(hint), "|None" if is_optional(hint) else ""
     if get_origin(kind) is tuple:
         return f"[{_metavar(get_args(kind)[0])} ...]{none}"
@@ -304,7 +318,9 @@ def _metavar(hint: Any) -> str:
 
 
 def _describe_option(option: Option) -> list[str]:
-    """Return the lines of an option's text and default, indented; unset options show no default."""
+    """Return the lines of an option's help text, indented and wrapped, followed by (default: VALUE)
+    or (required); nothing for a default of None or ().
+    """
     default = "(required)"
     if option.default is not MISSING:
         unset = option.default is None or option.default == ()
@@ -314,5 +330,7 @@ def _describe_option(option: Option) -> list[str]:
 
 
 def _format_words(value: Any) -> str:
-    """Format a value as it is typed: a tuple as several words."""
+    """Return a value as it is typed on the command line: a tuple or list as words with spaces
+    between.
+    """
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)

@@ -38,8 +38,9 @@ from dolmen.recipes.overrides import load_run_to_plan
 
 
 def run_plan(options: PlanConfig) -> int:
-    """Run `dolmen plan`: plan (or measure, or predict inference), print, and write the files.
-    Returns 0. Raises BadInput.
+    """Run `dolmen plan`: find the fastest layouts of a model on a cluster, print them, and write
+    the files of --json, --as-recipe and --report; with --measure, measure this machine instead;
+    with --inference, predict memory and speed of inference instead. Returns 0. Raises BadInput.
     """
     with as_bad_input():
         if options.measure:
@@ -64,7 +65,9 @@ def run_plan(options: PlanConfig) -> int:
 
 
 def measure_local_cluster() -> int:
-    """Measure this machine, write it as the cluster `local`, and print how to use it. Returns 0."""
+    """Measure the speed of this machine, write it to a file as the cluster `local` of the planner,
+    and print how to use it. Returns 0.
+    """
     # torch takes a second to import, and no other plan needs it
     from dolmen.planning.measure import measure
 
@@ -73,7 +76,9 @@ def measure_local_cluster() -> int:
 
 
 def resolve_request(options: PlanConfig) -> PlanRequest:
-    """Return the plan's options with the run of their model. Raises ValueError without a model."""
+    """Return the planner's request: the options, with the run that their model (a recipe, YAML file
+    or folder) stands for, which is loaded. Raises ValueError if no model is named.
+    """
     if not options.model:
         raise ValueError(
             "name a model first: dolmen plan gpt3-175b --cluster dgx-a100:128 (dolmen recipes "
@@ -83,8 +88,9 @@ def resolve_request(options: PlanConfig) -> PlanRequest:
 
 
 def print_plan(plan: Plan, options: PlanConfig) -> None:
-    """Write the plan as JSON if --json is set; unless that goes to stdout, print the ranking, the
-    comparison with the dry run, and budget (--tokens) and explanation (--explain) if requested.
+    """Write the plan as JSON to --json, if set. Unless that is stdout (-), print the table of
+    layouts, notes, the training time and cost of --tokens and the explanation of --explain if
+    requested, and the comparison with a dry run.
     """
     write.save_json(answer.plan_dict(plan), options.json)
     # stdout holds the JSON only
@@ -106,8 +112,9 @@ def print_plan(plan: Plan, options: PlanConfig) -> None:
 
 
 def write_files(question: Question, plan: Plan, options: PlanConfig) -> Iterator[str]:
-    """Write the files of --as-recipe and --report, and yield a line for each. Raises ValueError if
-    one cannot be written.
+    """Write the fastest layout as a run to the YAML file of --as-recipe, and the HTML report to
+    --report, each if set; yield a line "wrote FILE..." after each. Raises ValueError if one cannot
+    be written.
     """
     if options.as_recipe is not None:
         file = Path(options.as_recipe)
@@ -119,7 +126,9 @@ def write_files(question: Question, plan: Plan, options: PlanConfig) -> Iterator
 
 
 def plan_inference(request: PlanRequest) -> int:
-    """Print the table of tensor-parallel sizes for inference, and write --json. Returns 0."""
+    """Run `dolmen plan --inference`: predict memory and time per token for each tensor-parallel
+    size, write --json, and print the table unless the JSON goes to stdout. Returns 0.
+    """
     options = request.options
     estimate = inference(Question.from_request(request), options.batch, options.length)
     write.save_json(answer.inference_dict(estimate), options.json)
@@ -131,8 +140,8 @@ def plan_inference(request: PlanRequest) -> int:
 
 
 def run_dryrun(request: DryrunRequest) -> int:
-    """Run `dolmen dryrun`: print the table of the ranks, and write --json. Returns 0. Raises
-    BadInput.
+    """Run `dolmen dryrun`: run a training step without GPUs as some ranks of a layout, print a
+    table of their memory, FLOPs and messages, and write --json. Returns 0. Raises BadInput.
     """
     with as_bad_input():
         write.check_json(request.options.json)
@@ -168,8 +177,9 @@ OPTION_NAMES = {
 
 
 def run_schedule(options: ScheduleOptions) -> int:
-    """Run `dolmen schedule`: build or search a schedule, simulate it, print the report, and write
-    --out. Returns 0. Raises BadInput, in the words of this verb's options.
+    """Run `dolmen schedule`: build, read or search a pipeline schedule, simulate it, print the
+    report (and its actions with --list), and write --out. Returns 0. Raises BadInput, whose
+    messages name the options of this verb.
     """
     try:
         if options.out:
@@ -190,9 +200,9 @@ def run_schedule(options: ScheduleOptions) -> int:
             write_out(schedule, simulation, expand(options.out))
     except (ValueError, OSError) as error:
         text = str(error)
-        for run_option, own_option in OPTION_NAMES.items():
+        for run_option, schedule_option in OPTION_NAMES.items():
             # the checks are those of a run, with its option names
-            text = text.replace(run_option, own_option)
+            text = text.replace(run_option, schedule_option)
         raise BadInput(text) from None
     # the formulas are for equal times on all ranks
     idle_formula = None if options.costs else closed_form(schedule, cost)
@@ -209,8 +219,9 @@ def run_schedule(options: ScheduleOptions) -> int:
 def search_schedule(
     options: ScheduleOptions, times: Costs
 ) -> tuple[ShortestSchedule, tuple[int, ...]]:
-    """Search the shortest schedule for the times and sizes of the options. Also returns the numbers
-    of stages per rank that were searched. Raises ValueError.
+    """Search the shortest pipeline schedule for the action times `times` and the ranks,
+    microbatches and memory of the options (by default 4, 8, and what 1F1B needs). Return it, and
+    the numbers of stages per rank that were tried: --virtual-stages, or 1 and 2. Raises ValueError.
     """
     requested = {"pp": options.pp, "microbatches": options.microbatches}
     requested["virtual-stages"] = options.virtual_stages
@@ -227,8 +238,9 @@ def search_schedule(
 
 
 def proof(shortest: ShortestSchedule, widths: tuple[int, ...]) -> str:
-    """Return a line with the lower bound of the span and how close the schedule comes to it.
-    `widths`: numbers of stages per rank that were searched.
+    """Return a line of text with the proven lower bound of a schedule's length, and whether the
+    found schedule is optimal or by how much it may be longer. `widths`: numbers of stages per rank
+    that were searched.
     """
     span, nodes = shortest.simulation.span, f"; {shortest.nodes:,} nodes" if shortest.nodes else ""
     gap = span / shortest.floor - 1
@@ -239,8 +251,9 @@ def proof(shortest: ShortestSchedule, widths: tuple[int, ...]) -> str:
 
 
 def build_schedule(options: ScheduleOptions) -> Schedule:
-    """Build the named schedule or read its file. Sizes that are not set are the file's, or 4 ranks,
-    8 microbatches and 1 or 2 chunks. Raises ValueError.
+    """Return the pipeline schedule that options.schedule names, or reads from a file. Numbers of
+    ranks, microbatches and chunks (virtual stages) that are not set are the file's, or 4, 8, and 1
+    or 2 by the kind of schedule. Raises ValueError, also for over 500,000 forwards.
     """
     if options.memory is not None:
         raise ValueError(
@@ -265,8 +278,9 @@ def build_schedule(options: ScheduleOptions) -> Schedule:
 
 
 def parse_cost(options: ScheduleOptions) -> Cost:
-    """Return the times of actions from the options. Raises ValueError for a time that is not
-    positive (send may be 0), and for times in addition to --costs.
+    """Return the times of forward, backward, input, weight and send actions that the options set.
+    Raises ValueError for a time that is not positive and finite (send may be 0), and for a changed
+    time in addition to --costs.
     """
     cost = Cost(options.forward, options.backward, options.input, options.weight, options.send)
     # a time that is left at its default does not contradict --costs
@@ -283,8 +297,9 @@ def parse_cost(options: ScheduleOptions) -> Cost:
 
 
 def write_out(schedule: Schedule, simulation: Simulation, to: Path) -> None:
-    """Write --out: the picture for .svg and .png, the actions for .txt and .yaml. Raises ValueError
-    for another suffix, OSError if the file cannot be written.
+    """Write a schedule to the file `to`: a picture of its simulation for .svg and .png, the lists
+    of actions for .txt and .yaml. Raises ValueError for another suffix, OSError if the file cannot
+    be written.
     """
     match to.suffix:
         case ".txt":
@@ -301,8 +316,8 @@ def write_out(schedule: Schedule, simulation: Simulation, to: Path) -> None:
 
 
 def draw_picture(schedule: Schedule, simulation: Simulation, to: Path) -> None:
-    """Draw the schedule to a file. Raises ValueError for more than MAX_BOXES actions, and
-    OSError.
+    """Draw the simulated schedule over time, a row per rank, to the image file `to`. Raises
+    ValueError for more than 40,000 actions, and OSError.
     """
     boxes = sum(map(len, schedule.actions))
     if boxes > MAX_BOXES:
@@ -314,7 +329,9 @@ def draw_picture(schedule: Schedule, simulation: Simulation, to: Path) -> None:
 
 
 def schedule_title(schedule: Schedule) -> str:
-    """Return the schedule's name with its numbers of ranks, microbatches and virtual stages."""
+    """Return a title for a schedule: its name with its numbers of ranks, microbatches and, if over
+    1, virtual stages per rank.
+    """
     chunks = f", {schedule.chunks} virtual stages per rank" if schedule.chunks > 1 else ""
     name = escape(Path(schedule.name).name)
     ranks = plural(schedule.ranks, "rank")
@@ -323,8 +340,9 @@ def schedule_title(schedule: Schedule) -> str:
 
 
 def print_report(schedule: Schedule, simulation: Simulation, idle: float | None) -> None:
-    """Print a table of the ranks (busy time, bubble, microbatches in flight), and the span and
-    bubble. `idle`: idle time in closed form; None where there is none.
+    """Print a simulated schedule: title, a table of the ranks (stages, actions, busy time, bubble,
+    microbatches in flight), and a line with span, idle time and bubble. `idle`: idle time by the
+    closed formula, printed for comparison; None where there is none.
     """
     from rich.table import Table
 

@@ -187,8 +187,8 @@ SHORT = {
 
 
 def short_help(name: str | None, run: RunConfig) -> str:
-    """Return the short help of a recipe or file (`name`; None: none was named), with the values of
-    `run` as defaults.
+    """Return the text of `dolmen train NAME --help`, the most important options only: `name` is a
+    recipe or YAML file (None: none was named); the values of `run` are shown as defaults.
     """
     about = "a built-in recipe (dolmen recipes) or a YAML file, changed by options"
     if name in RECIPES:
@@ -200,8 +200,8 @@ def short_help(name: str | None, run: RunConfig) -> str:
 
 
 def _short_kind(run: RunConfig) -> str:
-    """Return the key of SHORT whose help suits a run: by its rows, then its objective, else
-    "pretrain".
+    """Return for a run the recipe whose short help (SHORT) suits it: "sft" if its data are chats,
+    else the name of its objective if there is such a help, else "pretrain".
     """
     if run.data.rows == "chats":
         return "sft"
@@ -210,8 +210,8 @@ def _short_kind(run: RunConfig) -> str:
 
 
 def _format_short_help(kind: str, name: str, about: str, run: RunConfig) -> str:
-    """Format the help SHORT[kind] for the recipe `name`, which `about` describes, with the values
-    of `run` as defaults.
+    """Return the short help text that SHORT has for recipes of the `kind`, with the name and
+    description (`about`) of the recipe `name`, and the values of `run` as defaults.
     """
     short, page = SHORT[kind], "how-to/data.md" if kind == "pretrain" else "how-to/tuning.md"
     # one column of names, so texts are aligned
@@ -241,13 +241,13 @@ def _format_short_help(kind: str, name: str, about: str, run: RunConfig) -> str:
 
 
 def _model_type(run: RunConfig) -> str | None:
-    """Return the model_type of a run's model; None without a model."""
+    """Return the model_type of a run's model ("llama"); None for a run without a model."""
     return None if run.model is None else run.model.model_type
 
 
 def _format_value(values: Mapping[str, Any], option: str) -> str:
-    """Format the value of an option for the help: yes or no, words of a list; "" if it is unset.
-    `values`: nested, by section.
+    """Return the value of an option (dotted name with dashes) as text for the help: yes or no for a
+    bool, words for a list, "" for None. `values`: all options, nested by section.
     """
     value: Any = values
     for part in option.replace("-", "_").split("."):
@@ -268,8 +268,9 @@ PREFIX = "model."
 
 
 def model_groups(model: ModelConfig) -> list[OptionGroup]:
-    """Return the options --model.*: the fields of a model's family in config.json, with the model's
-    values. Other families' names of a field work too, and are listed in its text.
+    """Return the groups of options --model.*: model-type and the config.json fields of the model's
+    family, with the model's values as defaults; then a group for each nested field, such as
+    rope_parameters. The help text of a field lists other names that it may be given by.
     """
     family, values = model.family, families.explicit_fields(model)
     # shown as the choices of --model.model-type
@@ -289,15 +290,17 @@ def model_groups(model: ModelConfig) -> list[OptionGroup]:
 
 
 def _group(field: Field, values: dict[str, Any]) -> OptionGroup:
-    """Return the options of a nested field of a model, such as rope_parameters."""
+    """Return the group of options of a nested config.json field of a model, such as
+    rope_parameters. `values`: its fields' values, shown as defaults.
+    """
     prefix = f"{PREFIX}{field.name.replace('_', '-')}."
     inner = tuple(_model_option(prefix, inside, values) for inside in field.nested if inside.help)
     return OptionGroup(prefix.rstrip("."), f"Fields of {field.name}.", inner)
 
 
 def _model_option(prefix: str, field: Field, values: dict[str, Any]) -> Option:
-    """Return the option of a field of a model. `prefix`: name of its section; `values`: the model's
-    fields.
+    """Return the option --PREFIXfield of a config.json field of a model. Its default is the field's
+    value in `values`, its text lists other names of the field that work.
     """
     # nested names are no options
     aliases = [name for name in (*field.aliases, *field.common) if "." not in name]
@@ -316,8 +319,8 @@ ABOUT = "Train a model: a built-in recipe (dolmen recipes) or a YAML file, chang
 
 
 def extra_options(verb: str) -> type:
-    """Return the config class of the options that `train` or `dryrun` has besides those of
-    a run.
+    """Return the config class of the options that the verb has beside those of a run: LaunchOptions
+    for "train", otherwise DryrunConfig.
     """
     if verb == "train":
         return LaunchOptions
@@ -327,9 +330,10 @@ def extra_options(verb: str) -> type:
 
 
 def parse_run(verb: str, argv: list[str]) -> "TrainRequest | DryrunRequest":
-    """Parse the arguments of `train` or `dryrun`: a recipe or file, and options that change it.
-    Exits with 0 after --help, which opens no model and no device. Raises BadInput, ValueError,
-    KeyError or OSError.
+    """Parse the arguments of `dolmen train` or `dolmen dryrun`: a recipe or YAML file, and options
+    that change it; return the checked request. For `train`, a folder of the run that exists is
+    refused before a model is opened. Prints the help and exits with 0 for --help, which opens no
+    model and no device. Raises BadInput, ValueError, KeyError or OSError.
     """
     # the only option of one letter beside -h
     argv = ["--log.verbose" if word == "-v" else word for word in argv]
@@ -367,24 +371,24 @@ def parse_run(verb: str, argv: list[str]) -> "TrainRequest | DryrunRequest":
 
 
 def _check_out(names: Set[str], out: Path) -> None:
-    """Raise ValueError if the run's folder is not empty, before a model is opened. Not with
-    --resume or --overwrite in `names`, or on ranks that a launcher started: then it is checked with
-    the run.
+    """Raise ValueError if the run's folder `out` is not empty. Nothing is checked if `names`, the
+    options given, have resume or overwrite, or on ranks that a launcher started: then the folder is
+    checked with the run.
     """
     if process.read_launch() is None and not {"resume", "overwrite"} & names:
         check_folder(out, resume=False, overwrite=False)
 
 
 def run_options(verb: str) -> dict[str, Option]:
-    """Return the options of `train` or `dryrun` by name, without --model.*, which the run's model
-    decides.
+    """Return name -> option of `train` or `dryrun`, without --model.*, which depend on the family
+    of the run's model.
     """
     return options([*groups(extra_options(verb)), *_run_groups()])
 
 
 def _run_groups(run: RunConfig | None = None) -> list[OptionGroup]:
-    """Return the option groups of a run, without its name and model, with the values of `run` as
-    defaults.
+    """Return the option groups of RunConfig without name and model, with the values of `run`, or of
+    the class, as defaults.
     """
     # the options outside of any section come first
     first, *sections = groups(RunConfig, run)
@@ -393,9 +397,10 @@ def _run_groups(run: RunConfig | None = None) -> list[OptionGroup]:
 
 
 def _print_run_help(verb: str, words: list[str], argv: list[str]) -> None:
-    """Print the help of `train` or `dryrun`, and exit with 0: the short help for `train` without
-    --all. `words`: the recipe, if one was named. Options in `argv` are checked; of these --init and
-    --model.model-type change the defaults that are shown.
+    """Print the help of `train` or `dryrun` and exit with 0: the short help for `train` without
+    --all, else every option. `words`: [recipe], or [] if none was named. The other options in
+    `argv` are checked too; of these --init and --model.model-type change the defaults that are
+    shown. Raises BadInput.
     """
     cls, name = extra_options(verb), words[0] if words else DEFAULT_RECIPE
     changes = [word for word in argv[len(words) :] if word not in (*HELP, ALL)]
@@ -415,14 +420,18 @@ def _print_run_help(verb: str, words: list[str], argv: list[str]) -> None:
 
 
 def run_replay(options: ReplayConfig) -> int:
-    """Repeat a step of a run, and return the exit code."""
+    """Run `dolmen replay`: repeat a step of a run with exact numerics, print whether its bits are
+    those recorded, and return the exit code: 0 if they are, 1 if not. Raises BadInput.
+    """
     from dolmen.training import replay
 
     return replay.replay(options, process.run_worker)
 
 
 def run_train(request: TrainRequest) -> int:
-    """Train the run of a request, and return the exit code."""
+    """Run `dolmen train`: train the run of the request, in this process or in workers that it
+    starts, and return the exit code. Raises BadInput.
+    """
     # imports torch, which a mistyped option and --help do not wait for
     from dolmen.training import worker
 
@@ -433,7 +442,8 @@ Job = SlurmConfig | KubeflowConfig | SkypilotConfig
 
 
 def run_launch(job: Job) -> int:
-    """Write the job file, and submit it with --submit. Return 0, or 1 if the submission failed.
+    """Run `dolmen launch`: write the job file of a run for SLURM, Kubeflow or SkyPilot, and with
+    --submit submit it, else print the command that does. Returns 0, or 1 if the submission failed.
     Raises BadInput, with nothing written.
     """
     command = jobs.SUBMIT[type(job)]
@@ -454,7 +464,9 @@ def run_launch(job: Job) -> int:
 
 
 def _write_job_file(job: Job, run: RunConfig) -> Path:
-    """Write the job file and return its path. Raises ValueError where another file is there."""
+    """Write the job file that trains `run` and return its path; a file with the same content is
+    left as it is. Raises ValueError if a file with other content exists.
+    """
     name = jobs.job_name(run.name)
     out = job.out or str(TrainRequest.from_config(run, LaunchOptions(), job.run).out)
     if not isinstance(job, SlurmConfig):
