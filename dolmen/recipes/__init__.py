@@ -72,8 +72,8 @@ def quickstart() -> RunConfig:
 
 
 def _quickstart_on_this_machine(run: RunConfig) -> RunConfig:
-    """Return the quickstart for this machine: dp 1 if it has exactly one GPU; bfloat16 with a GPU,
-    or on a CPU that multiplies it faster than float32.
+    """Return the quickstart run adapted to this machine: without data parallelism (dp 1) if it has
+    exactly one GPU; in bfloat16 if it has a GPU or a CPU with fast bfloat16 products.
     """
     import torch  # takes a second, which --help and `dolmen recipes` do not wait for
 

@@ -28,11 +28,10 @@ from dolmen.training.spellings import suggestion
 
 
 def load_run(name: str, adapt: bool = True, init: str | None = None) -> RunConfig:
-    """Return the run of a recipe or a YAML file. Raises ValueError for an unknown name, a folder,
-    or an invalid file.
-
-    `adapt`: choose layout and dtype for this machine, for recipes that do so. `init`: the model
-    that will replace the recipe's own, for which some recipes have other options.
+    """Return the configuration of the run `name`: a recipe, or a YAML file or its URL. `adapt`:
+    choose layout and dtype for this machine, for recipes that do so. `init`: the model that will
+    replace the recipe's own, for which some recipes have other options; it is not opened. Raises
+    ValueError for an unknown name (with suggestions), a folder, or an invalid file.
     """
     if name in RECIPES:
         run = RECIPES[name]()
@@ -60,10 +59,9 @@ def load_run(name: str, adapt: bool = True, init: str | None = None) -> RunConfi
 
 
 def load_run_to_inspect(name: str) -> RunConfig:
-    """Return a run that is not started, for `plan` and `dryrun`. Raises ValueError.
-
-    `name` is a recipe (as on any machine), a YAML file, the folder of a run, or a folder with a
-    config.json, whose run has all defaults but the model.
+    """Return the configuration of a run that is only looked at, as by `plan` and `dryrun`: `name`
+    is a recipe (not adapted to this machine), a YAML file, the folder of a run (its config.yaml),
+    or a folder with a config.json, whose run has all defaults but the model. Raises ValueError.
     """
     folder = Path(name)
     if name in RECIPES or not os.path.isdir(folder):
@@ -77,7 +75,10 @@ def load_run_to_inspect(name: str) -> RunConfig:
 
 
 def load_run_to_plan(name: str) -> RunConfig:
-    """Return `load_run_to_inspect(name)`. Raises ValueError also if that run has no model."""
+    """Return the configuration of a run for the planner: `name` is a recipe, a YAML file, the
+    folder of a run, or a folder with a config.json. Raises ValueError if there is none, or if it
+    has no model.
+    """
     run = load_run_to_inspect(name)
     if run.model is None:
         raise ValueError(
@@ -88,10 +89,9 @@ def load_run_to_plan(name: str) -> RunConfig:
 
 
 def clear_length(run: RunConfig, names: Collection[str]) -> RunConfig:
-    """Return the run without its length, if the option `names` (as in YAML) include one, and
-    likewise without its warm-up.
-
-    A length may be in steps, tokens or epochs: the recipe's own must not stay beside the new one.
+    """Return the run without train.steps, train.tokens and train.epochs if any of the three is
+    among the option `names` (as in YAML) that will be set, and without both warm-up lengths if one
+    of them is: the recipe's length in one unit must not stay beside the new one in another.
     """
     train, optimizer = run.train, run.optimizer
     if {"train.steps", "train.tokens", "train.epochs"} & set(names):
@@ -102,11 +102,10 @@ def clear_length(run: RunConfig, names: Collection[str]) -> RunConfig:
 
 
 def resolve_init(run: RunConfig, init: str | None) -> RunConfig:
-    """Return the run with its model: that of `init`, else its own, else that of its own init.
-
-    A source that is another run is pinned to its latest checkpoint, so that later reads find the
-    same one. A run with a model may lack its own init (it resumes without it). Raises ValueError,
-    KeyError or OSError.
+    """Return the run with the model of `init`; without `init`, with its own model, else the model
+    of its own option init. That source becomes the run's init; another run is pinned to its newest
+    checkpoint, so that later reads find the same one. A run with a model is returned unchanged if
+    the folder of its own init no longer exists. Raises ValueError, KeyError or OSError.
     """
     source, has_model = init or run.init, run.model is not None and not init
     if source is None or (has_model and is_absent(source)):
@@ -127,10 +126,10 @@ def build_request(
     source: str | os.PathLike | RunConfig, changes: Mapping[str, Any]
 ) -> TrainRequest:
     """Return the request to train a recipe, a YAML file or a RunConfig with `changes` of its
-    options.
-
-    Names of options may have `-` for `_`, and `.` for a nested mapping. Fields of the model may be
-    Words of the command line. Raises ValueError, KeyError or OSError.
+    options: nested mappings or dotted names, with `-` or `_`. Values that are Words of the command
+    line are converted to the option's type. The model of init is opened for its config.json, and
+    options of launching (out, resume, ...) go to the request itself. Raises ValueError for unknown
+    or wrong options, KeyError or OSError.
     """
     # `train={"steps": 1}` and `"train.steps": 1` are one option
     overrides = merge_overrides(flatten(changes))
@@ -164,8 +163,9 @@ def build_request(
 
 
 def drop_unfit_microbatch(changed: RunConfig, run: RunConfig) -> RunConfig:
-    """Return the `changed` run without the microbatch size of `run`, so that one is chosen, if
-    the changes give another layout or global batch that it does not divide.
+    """Return the run `changed` without a microbatch size, so that one is chosen later, if its
+    layout or global batch differs from that of the original `run` and the microbatch size of `run`
+    no longer divides it; else return `changed` as it is.
     """
     size, layout, batch = run.train.microbatch_size, changed.layout, changed.train.global_batch_size
     if size is None or (layout, batch) == (run.layout, run.train.global_batch_size):
@@ -179,8 +179,8 @@ def drop_unfit_microbatch(changed: RunConfig, run: RunConfig) -> RunConfig:
 
 
 def flatten(changes: Mapping[str, Any], section: str = "") -> list[tuple[str, Any]]:
-    """Return pairs (`section.option`, plain value) of nested mappings, with `_` for `-`. `section`:
-    prefix of the names.
+    """Return a list of (dotted name of an option, plain value) for nested mappings of options, with
+    `_` for `-` in names. `section`: prefix of the names.
     """
     pairs: list[tuple[str, Any]] = []
     for key, value in changes.items():
@@ -193,7 +193,7 @@ def flatten(changes: Mapping[str, Any], section: str = "") -> list[tuple[str, An
 
 
 def merge_overrides(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return name -> value of pairs. Raises ValueError where one name has two different values."""
+    """Return (name, value) pairs as a dict. Raises ValueError if one name has two values."""
     merged: dict[str, Any] = {}
     for name, value in pairs:
         # the same value twice is no mistake
@@ -204,8 +204,9 @@ def merge_overrides(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Convert to what YAML can hold: a path to text, numpy values to Python's, a tuple to a list.
-    A number that no float can hold is returned as it is, to be refused with its name.
+    """Return a value as YAML can hold it: a path as text, numbers of numpy as Python's, tuples as
+    lists, recursively. Anything else, and a number that no float can hold, is returned as it is, to
+    be refused later under its option's name.
     """
     match value:
         case bool() | Words():
@@ -225,10 +226,9 @@ def plain(value: Any) -> Any:
 
 
 def resolve_aliases(overrides: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the options with the family's names for `model.*` fields, and Words of the command
-    line converted to values.
-
-    Raises ValueError where two names of one option have different values.
+    """Return the options (dotted name -> value) with each name that is only another name of a
+    model's field replaced by the family's own name, and Words of the command line converted to the
+    option's type. Raises ValueError where two names of one option have different values.
     """
     resolved: dict[str, tuple[str, Any]] = {}
     for name, value in overrides.items():
@@ -246,10 +246,10 @@ def resolve_aliases(overrides: Mapping[str, Any], family: Family) -> dict[str, A
 
 
 def parse_words(name: str, words: Words, family: Family) -> tuple[str, Any]:
-    """Convert words of the command line to the type of their option; return its name and value.
-
-    `model.no_bias` is `model.bias` switched off. Words of an unknown option are returned as they
-    are. Raises ValueError.
+    """Return (name, value) of an option whose value is Words of the command line, converted to the
+    type that the run's options or the model's family have for it. `model.no_bias` without words
+    returns ("model.bias", False). Words of an unknown option are returned as they are. Raises
+    ValueError for words that do not fit.
     """
     types = option_types(RunConfig)
     if name in types and name not in ("model", "name"):  # these two are Python's alone
@@ -267,7 +267,9 @@ def parse_words(name: str, words: Words, family: Family) -> tuple[str, Any]:
 
 
 def _flag(name: str) -> str:
-    """Return an option as it is typed on the command line."""
+    """Return a dotted option as it is typed on the command line: --train.batch-size for
+    train.batch_size.
+    """
     return f"--{name.replace('_', '-')}"
 
 
@@ -285,15 +287,18 @@ def resolve_alias(name: str, family: Family) -> str:
 
 
 def option_names(family: Family) -> list[str]:
-    """Return the names of all options of a run whose model is of this family."""
+    """Return the dotted names of all options of a run, with the config.json fields that a model of
+    this family has, and of the options of launching it.
+    """
     model = [MODEL + name for name in models.option_fields(family)]
     run = [name for name in option_types(RunConfig) if name != "model"]
     return [*option_types(LaunchOptions), *run, MODEL_TYPE, *model]
 
 
 def refuse_unknown(overrides: Mapping[str, Any], family: Family) -> None:
-    """Raise ValueError for unknown options, each with the nearest known one, and for a section that
-    is not a mapping.
+    """Raise ValueError if `overrides` (dotted name -> value) has options that a run with a model of
+    this family does not have, with the nearest known name for each, or a whole section, such as
+    "train", whose value is not a mapping.
     """
     # all, those of the model's family among them
     names = option_names(family)

@@ -201,8 +201,8 @@ LLAMA_3_0 = LLAMA_3 | {
 
 
 def shape(hidden: int, mlp: int, layers: int, heads: int, **more: int) -> dict[str, Any]:
-    """Return the config.json fields of a model's shape: hidden size, width of the feed-forward
-    layer, layers, query heads, and `more` by their own names.
+    """Return the config.json fields of a Llama's shape: hidden_size, intermediate_size (`mlp`),
+    num_hidden_layers, num_attention_heads, and `more` under their own names.
     """
     return {
         "hidden_size": hidden,

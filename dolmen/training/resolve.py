@@ -186,7 +186,7 @@ def fill_in(resolved: ResolvedRun) -> ResolvedRun:
             config, model=pad_vocabulary(config.known_model, tokenizer, "--data.tokenizer")
         )
     if rows.share and rows.first is None and resolved.init is not None:
-        rows = replace(rows, first=extend.first_new(resolved.init.where))
+        rows = replace(rows, first=extend.first_new_id(resolved.init.where))
         config = replace(config, train=replace(config.train, new_rows=rows))
     return replace(resolved, config=config)
 

@@ -27,13 +27,13 @@ class Text:
 
     @property
     def name(self) -> str:
-        """Name of the source, for messages."""
+        """Name of the data source, for messages and progress bars."""
         return self.source.name
 
     @property
     def size(self) -> int | None:
-        """Bytes of its files, compressed ones as stored, for a progress bar; None where some are on
-        the hub.
+        """Bytes of the text's files, compressed ones as stored, for a progress bar; None if any of
+        the text is on the hub.
         """
         files = self.source.files
         return None if self.source.hubs else sum(file.stat().st_size for file in files)
@@ -56,16 +56,16 @@ class Counts:
 
     @property
     def characters_per_token(self) -> float:
-        """Compression in characters."""
+        """Mean number of characters that a token stands for."""
         return self.characters / self.tokens
 
     @property
     def bytes_per_token(self) -> float:
-        """Compression in bytes."""
+        """Mean number of UTF-8 bytes that a token stands for."""
         return self.bytes / self.tokens
 
     def __str__(self) -> str:
-        """One line for a report."""
+        """Return a line for a report: characters and bytes per token, and the number of tokens."""
         return (
             f"{self.characters_per_token:.3f} characters and {self.bytes_per_token:.3f} bytes per "
             f"token ({plural(self.tokens, 'token')})"
@@ -73,8 +73,8 @@ class Counts:
 
 
 def open_text(config: VocabText) -> Text | None:
-    """Find the text of --data.path without reading it; None where there is no such option. Raises
-    ValueError for mixture weights and for sources that are tokens already.
+    """Return the text that --data.path names, whose files are found but not read; None if the
+    option is not set. Raises ValueError for mixture weights, and for data that are tokens already.
     """
     if not config.path:
         return None
@@ -92,8 +92,9 @@ def open_text(config: VocabText) -> Text | None:
 
 
 def count(tokenizer: PreTrainedTokenizer, text: Iterable[str], name: str) -> Counts:
-    """Count tokens, characters and bytes over all pieces of a text; `name` is the text's in errors.
-    Raises ValueError where there are no tokens.
+    """Tokenize all pieces of a text, one at a time, and return how many tokens, characters and
+    UTF-8 bytes they have. `name`: of the text, for the error. Raises ValueError if there are no
+    tokens.
     """
     encode, tokens, characters, size = encoder(tokenizer), 0, 0, 0
     # streamed: the text may be larger than memory
@@ -127,8 +128,9 @@ CHINESE = (
 
 
 def check_base(base: Vocabulary, new: Vocabulary) -> None:
-    """Raise ValueError where tokens of `new` cannot be added to the base: the base is unigram and
-    the new one is not, or the base's tokenizer.json and tokenizer.model disagree.
+    """Raise ValueError if tokens of the vocabulary `new` cannot be added to the vocabulary `base`:
+    `base` is a unigram model and `new` is not, or tokenizer.json and tokenizer.model of `base` give
+    a token different ids.
     """
     model, content = base.model, base.content
     # scores of a BPE are ranks, not log-probabilities
@@ -157,9 +159,10 @@ def check_merged(
     tokens: Sequence[str],
     text: Text | None,
 ) -> None:
-    """Check a merged tokenizer as transformers opens it: `tokens` have ids from `first` on, BPE
-    merges lead to each, sample lines (also of `text`) decode to themselves, and sentencepiece
-    agrees. Raises ValueError otherwise.
+    """Raise ValueError unless the merged tokenizer in `folder`, opened with transformers, is right:
+    the new `tokens` have the ids from `first` on; the merges of a BPE build each of them; English
+    and Chinese sample lines, and lines of `text` if given, decode to themselves; and sentencepiece
+    itself, for a sentencepiece model, gives the same ids. `base`: the vocabulary that was extended.
     """
     loaded = load_tokenizer(str(folder), "--to")
     ids = loaded.get_vocab()
@@ -175,7 +178,7 @@ def check_merged(
             # below the pre-tokenizer: the merges alone must build the token
             if len(model.tokenize(token)) != 1:
                 raise ValueError(f"no merges lead to {brief(token)}")
-    lines = probes(loaded)
+    lines = probe_lines(loaded)
     if text is not None:
         lines += [line for piece in islice(text.pieces(), SAMPLE) for line in lines_of(piece)]
     check_round_trip(loaded, lines, "--to")
@@ -191,8 +194,10 @@ def check_merged(
         check_sentencepiece(loaded, str(merged), lines)
 
 
-def probes(tokenizer: PreTrainedTokenizer) -> list[str]:
-    """English and Chinese sample lines of which the tokenizer has all characters."""
+def probe_lines(tokenizer: PreTrainedTokenizer) -> list[str]:
+    """Return those of some English and Chinese sample lines that the tokenizer encodes without the
+    unknown token.
+    """
     encode = encoder(tokenizer)
     # lines with unknown characters cannot come back
     unknown = tokenizer.get_vocab().get(str(tokenizer.init_kwargs.get("unk_token")))
@@ -200,15 +205,15 @@ def probes(tokenizer: PreTrainedTokenizer) -> list[str]:
 
 
 def lines_of(text: str) -> list[str]:
-    """Lines of a text that are not blank, stripped: tokenizers that put a space before each text
-    lose leading spaces.
+    """Return the lines of a text that are not blank, without white space at both ends: tokenizers
+    that put a space before each text lose leading spaces.
     """
     return [line for line in map(str.strip, text.splitlines()) if line]
 
 
 def check_round_trip(tokenizer: PreTrainedTokenizer, lines: Iterable[str], where: str) -> None:
-    """Raise ValueError for the first line that has no tokens or does not decode to itself; `where`
-    names the tokenizer.
+    """Encode and decode each line with the tokenizer. Raises ValueError for the first line that has
+    no tokens or is not decoded to itself. `where`: names the tokenizer in the error.
     """
     encode = encoder(tokenizer)
     for line in lines:
@@ -226,8 +231,8 @@ def check_round_trip(tokenizer: PreTrainedTokenizer, lines: Iterable[str], where
 
 
 def check_sentencepiece(tokenizer: PreTrainedTokenizer, model: str, lines: Sequence[str]) -> None:
-    """Raise ValueError where sentencepiece itself, with the file `model`, makes other ids for more
-    than a share UNLIKE (1 %) of the lines.
+    """Encode each line with the tokenizer and with sentencepiece itself, which reads the file
+    `model`. Raises ValueError if the ids differ for more than 1 % of the lines.
     """
     # an independent implementation reads the same file
     theirs = sentencepiece.SentencePieceProcessor(model_file=model)

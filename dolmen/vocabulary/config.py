@@ -47,6 +47,9 @@ class VocabTrainConfig:
     """Seed of the sample of text."""
 
     def __post_init__(self):
+        """Raise ValueError unless `size` has room for the fixed tokens of `kind` (bytes, special
+        tokens) and is at most 2^24.
+        """
         least = BYTES + (1 if self.kind == "byte-bpe" else FRAME + 1)
         if not least < self.size <= 2**24:
             raise ValueError(

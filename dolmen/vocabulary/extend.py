@@ -44,24 +44,25 @@ from dolmen.files import gate, kinds
 from dolmen.files.safetensors import Spec
 from dolmen.model.spec import ModelSpec
 from dolmen.model.spec.param import ParamSpec
-from dolmen.vocabulary.check import Counts, Text, check_round_trip, count, open_text, probes
+from dolmen.vocabulary.check import Counts, Text, check_round_trip, count, open_text, probe_lines
 from dolmen.vocabulary.config import VocabExtendConfig
 from dolmen.vocabulary.tokenizer_folder import Vocabulary, open_vocabulary, transformers_tokenizer
 
 FILE = "extended.json"
 
 
-def write(folder: Path, old: int, tokens: int, init: str) -> None:
-    """Write extended.json: `old`, the first new id; `tokens`, the number of tokens now; `init`, how
-    new rows were initialised.
+def write_record(folder: Path, old: int, tokens: int, init: str) -> None:
+    """Write the file extended.json into a model's folder, which records that its vocabulary was
+    extended: `old`, the number of tokens before (the first new id); `tokens`, the number now;
+    `init`, how the new rows were initialised.
     """
     record = {"old_tokens": old, "tokens": tokens, "init": init}
     (folder / FILE).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def first_new(folder: Path) -> int | None:
-    """Return the first new id that extended.json states; None without such a file. Raises Refused
-    for a malformed one.
+def first_new_id(folder: Path) -> int | None:
+    """Return the first id of the tokens that were added to the model in `folder`, by its
+    extended.json; None without such a file. Raises Refused for a malformed one.
     """
     file = folder / FILE
     return gate.read_json(file, kinds.EXTENDED)["old_tokens"] if file.is_file() else None
@@ -80,11 +81,11 @@ class Measurement:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Loss in bits per byte, as `dolmen evaluate` reports it."""
+        """The loss in bits per byte of text; None for a model that is not causal."""
         return None if self.loss_per_byte is None else self.loss_per_byte / math.log(2)
 
     def __str__(self) -> str:
-        """One line for a report."""
+        """Return a line for a report: characters and bytes per token, and the loss if known."""
         loss = ""
         if self.loss_per_byte is not None:
             loss = f", loss {self.loss_per_byte:.6f} per byte ({self.bits_per_byte:.6f} bits)"
@@ -105,7 +106,9 @@ class Extended:
     after: Measurement | None
 
     def lines(self) -> list[str]:
-        """Report in lines: new tokens and rows, and the held-out measurements."""
+        """Return the lines of a report: new tokens and rows of the model, and, if there was
+        held-out text, compression and loss on it before and after.
+        """
         # new tokens that fit into rows the model already had
         padding = min(self.tokens, self.rows_before) - self.old
         report = [
@@ -119,10 +122,12 @@ class Extended:
 
 
 def extend(config: VocabExtendConfig, progress: bool = True) -> Extended:
-    """Write the model with rows for the new tokens of config.tokenizer as a new transformers
-    directory. `progress`: bars on stderr. Raises ValueError, KeyError or OSError, with nothing
-    written, for a tokenizer that is not the model's own plus tokens at its end, and as `dolmen
-    export`.
+    """Add rows for the new tokens of the tokenizer config.tokenizer to the embedding and head of
+    the model config.model, and write it as a new transformers directory, config.to, with that
+    tokenizer. Return a report, with the loss on held-out text before and after if config.data names
+    some. `progress`: bars on stderr. Raises ValueError, KeyError or OSError, with nothing written,
+    for a tokenizer that is not the model's own with tokens appended, or a model that cannot be
+    exported.
     """
     to = Path(config.to).expanduser()
     hf_export.check_target(to)
@@ -139,7 +144,7 @@ def extend(config: VocabExtendConfig, progress: bool = True) -> Extended:
     after = open_vocabulary(config.tokenizer, "--tokenizer")
     new = transformers_tokenizer(after, "--tokenizer")
     check_grown(old, new, config)
-    check_round_trip(new, probes(new), f"--tokenizer {config.tokenizer}")
+    check_round_trip(new, probe_lines(new), f"--tokenizer {config.tokenizer}")
     dtype = stated_dtype(base.model)
     source = cast_source(base, dtype)
     first, size = vocabulary_size(old), vocabulary_size(new)
@@ -150,7 +155,7 @@ def extend(config: VocabExtendConfig, progress: bool = True) -> Extended:
         source,
         edit(base.model, vocab_size=rows),
         after.where,
-        TokenRows(min(first, base.spec.vocab_size), _pieces(before, old, new), config),
+        TokenRows(min(first, base.spec.vocab_size), _old_pieces(before, old, new), config),
     )
     # before anything is written: a bad text costs no export
     held_out_before = None if text is None else measure(base, old, text, config, progress)
@@ -159,7 +164,7 @@ def extend(config: VocabExtendConfig, progress: bool = True) -> Extended:
     with writing.replace_when_complete(to) as (part, sidecars):
         writer.write(part, LayerPool())
         writer.write_sidecars(sidecars)
-        write(sidecars, first, size, config.init)
+        write_record(sidecars, first, size, config.init)
     held_out_after = None if text is None else measure(open_source(to), new, text, config, progress)
     return Extended(
         first, size, base.spec.vocab_size, rows, config.init, held_out_before, held_out_after
@@ -169,7 +174,9 @@ def extend(config: VocabExtendConfig, progress: bool = True) -> Extended:
 def check_grown(
     old: PreTrainedTokenizer, new: PreTrainedTokenizer, config: VocabExtendConfig
 ) -> None:
-    """Raise ValueError unless `new` has all tokens of `old` under the same ids, and more."""
+    """Raise ValueError unless the tokenizer `new` has all tokens of `old` under the same ids, and
+    more. `config`: names both in the error.
+    """
     had, has = vocabulary_size(old), vocabulary_size(new)
     if has <= had:
         raise ValueError(
@@ -189,11 +196,12 @@ def check_grown(
         )
 
 
-def _pieces(
+def _old_pieces(
     before: Vocabulary, old: PreTrainedTokenizer, new: PreTrainedTokenizer
 ) -> dict[int, list[int]]:
-    """Map each new id to the old ids that its token is tokenised to. A token that the old tokenizer
-    cannot write maps to all old ids, so that its mean row is that of the whole vocabulary.
+    """Return, for each id that only the tokenizer `new` has, the ids of the pieces into which the
+    `old` tokenizer's model splits the token. A token that it cannot split maps to all old ids, so
+    that its initial row is the mean of the whole vocabulary. `before`: the old tokenizer's files.
     """
     # `ids`: for tokens that the old tokenizer cannot write
     first, ids = vocabulary_size(old), sorted(old.get_vocab().values())
@@ -218,9 +226,10 @@ class TokenRows:
     config: VocabExtendConfig
 
     def enlarge(self, name: str, param: ParamSpec, old: Tensor, std: float) -> Tensor:
-        """Return `old` enlarged to the shape of `param`, with rows for new tokens (mean, random or
-        zero; `std` is the model's initializer range). Padding rows behind the last token stay, or
-        are 0. `name` seeds random rows.
+        """Return a parameter with a row per token (embedding or head), `old`, enlarged to the shape
+        of `param`. Rows of new tokens are initialised as configured: the mean of their pieces'
+        rows, random (by the parameter's `name`, the seed and `std`, the model's initializer range)
+        or 0. Old rows are copied; padding rows behind the last token stay, or are 0.
         """
         full = old.new_zeros(param.shape)
         # rows of old tokens, and padding behind them
@@ -228,7 +237,7 @@ class TokenRows:
         ids = torch.tensor(sorted(self.pieces))
         match self.config.init:
             case "mean":
-                self._means(full, old, ids)
+                self._fill_means(full, old, ids)
             # a bias of the head, for example, starts at 0
             case "random" if param.initial == "normal":
                 random_rows = torch.empty(param.shape, dtype=torch.float32)
@@ -238,9 +247,9 @@ class TokenRows:
                 full[ids] = 0
         return full
 
-    def _means(self, full: Tensor, old: Tensor, ids: Tensor) -> None:
-        """Fill rows `ids` of `full` with the mean of their pieces' rows in `old`, computed in fp32
-        or wider.
+    def _fill_means(self, full: Tensor, old: Tensor, ids: Tensor) -> None:
+        """Fill the rows `ids` of `full`, those of new tokens, with the mean of the rows in `old` of
+        the pieces of each token, computed in fp32 or wider.
         """
         wide = torch.promote_types(old.dtype, torch.float32)
         for some in ids.split(AT_ONCE):
@@ -268,49 +277,53 @@ class ExtendedSource(WeightsAlone):
 
     @property
     def where(self) -> Path:
-        """Folder of the original source."""
+        """Folder of the original model."""
         return self.source.where
 
     @property
     def title(self) -> str:
-        """Title of the original source, and that it has more tokens."""
+        """Title of the original model, and that it has more tokens, for messages."""
         return f"{self.source.title}, with more tokens"
 
     @property
     def spec(self) -> ModelSpec:
-        """Spec with the larger vocabulary, where parameters with a row per token have more rows."""
+        """Spec of the extended model, whose parameters with a row per token have more rows."""
         return self.model.spec
 
     @property
     def iteration(self) -> None:
-        """None: an extended model starts a new run."""
+        """None (training step of the source): an extended model starts a new run."""
         return None
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """Generation config of the original source: new tokens do not change it."""
+        """Content of the original model's generation_config.json: new tokens do not change it."""
         return self.source.generation_config
 
     @property
     def transformers(self) -> None:
-        """None: no folder has the extended model yet."""
+        """None (the folder that transformers can open): no folder has the extended model yet."""
         return None
 
     @cached_property
     def specs(self) -> Mapping[str, Spec]:
-        """Enlarged shape and unchanged dtype of each parameter."""
+        """Shape in the extended model and dtype in the original one, by parameter name."""
         params = self.spec.params
         return {
             name: Spec(params[name].shape, spec.dtype) for name, spec in self.source.specs.items()
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, enlarged tensor) of every parameter, or of `only`."""
+        """Yield (name, tensor) of every parameter of the extended model, or of those in `only`; one
+        with a row per token is enlarged as it is read.
+        """
         for name in self.specs if only is None else only:
             yield name, self.read(name)
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
-        """Read one parameter, enlarged if it has a row per token."""
+        """Return the whole parameter `name`, read from the original model, and enlarged with rows
+        for the new tokens if it has a row per token.
+        """
         param, old = self.spec.params[name], self.source.read(name)
         if not param.is_vocabulary:
             return old
@@ -324,8 +337,9 @@ def measure(
     config: VocabExtendConfig,
     progress: bool,
 ) -> Measurement:
-    """Count tokens of the held-out text and, for a causal model, evaluate its loss per byte.
-    Raises ValueError as `dolmen evaluate`.
+    """Return the numbers of tokens, characters and bytes of the held-out `text` under `tokenizer`,
+    and, for a causal model, the loss of the model `source` on it per byte (in nats). `progress`:
+    bars on stderr. Raises ValueError for text that cannot be evaluated.
     """
     counts = count(tokenizer, text.pieces(), text.name)
     # masked LMs have no loss per byte

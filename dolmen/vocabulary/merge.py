@@ -16,7 +16,7 @@ apply:
 
     new   (e5 a4) (a4a9 e6) ...      base   (a9 e6)      e5 a4 [a9 e6] b0 94
 
-Here the base joins a9 e6 before the new pair a4a9 e6 could be seen. So `lead` lets the base
+Here the base joins a9 e6 before the new pair a4a9 e6 could be seen. So `extend_bpe` lets the base
 cut the token's own text, and adds a merge for each join from there on; an intermediate result
 that has no token yet becomes a token too.
 """
@@ -43,13 +43,13 @@ from dolmen.vocabulary.tokenizer_folder import (
     MODELS,
     TOKENIZER_CLASS,
     Vocabulary,
-    fillers,
+    filler_pieces,
     model_fields,
     open_vocabulary,
+    part_counter,
     sentencepiece_as_json,
     size,
     special_tokens,
-    splits,
     transformers_tokenizer,
 )
 
@@ -76,7 +76,7 @@ class Wanted:
     """Reason -> number of tokens left out for it."""
 
     def leave_out(self, why: str) -> None:
-        """Count a token that cannot be added, for the reason `why`."""
+        """Count one more token that cannot be added, under the reason `why`."""
         self.left_out[why] = self.left_out.get(why, 0) + 1
 
 
@@ -88,7 +88,7 @@ class Merged:
     """Number of tokens before: the first new id."""
     added: int
     between: int
-    """Number of added tokens that only lead to others, which neither vocabulary had."""
+    """Number of added tokens that only extend_bpe to others, which neither vocabulary had."""
     had: int
     left_out: Mapping[str, int]
     before: Counts | None
@@ -101,7 +101,9 @@ class Merged:
         return self.base + self.added
 
     def lines(self) -> list[str]:
-        """Report in lines: tokens added, skipped and left out, and the held-out compression."""
+        """Return the lines of a report: tokens added, already there and left out (with reasons),
+        and, if there was held-out text, characters and bytes per token before and after.
+        """
         report = [
             f"{self.base:,} tokens of the base, unchanged; {self.added:,} new, from id "
             f"{self.base}; {self.size:,} in total"
@@ -116,7 +118,9 @@ class Merged:
 
 
 def merge(config: VocabMergeConfig, progress: bool = True) -> Merged:
-    """Write the base tokenizer with the tokens of the new one appended, as a new folder.
+    """Append the tokens of the tokenizer config.new to the tokenizer config.base, and write the
+    result as the new folder config.to once transformers and sentencepiece agree on it. Return a
+    report, with the compression of held-out text before and after if config.data names some.
     `progress`: bars on stderr. Raises ValueError or OSError, with nothing written, for vocabularies
     that cannot be merged, and where the result does not decode texts to themselves.
     """
@@ -126,15 +130,15 @@ def merge(config: VocabMergeConfig, progress: bool = True) -> Merged:
     base = open_vocabulary(config.base, "BASE")
     new = open_vocabulary(config.new, "NEW")
     check_base(base, new)
-    wanted = wanted_of(base, new)
+    wanted = select_new_tokens(base, new)
     first = size(base)
     with bar("finding merges", len(wanted.tokens), progress) as reach:
         grown, files = FORMS[base.form](base, wanted, reach)
     if not grown.tokens:
         raise ValueError(f"NEW {config.new} has no token that is not in BASE {config.base}")
     with writing.replace_when_complete(to) as (part, words):
-        write(part, files)
-        _copy(base.where, part)
+        write_files(part, files)
+        _copy_sidecars(base.where, part)
         check_merged(base, part, first, grown.tokens, text)
         before = after = None
         if text is not None:
@@ -146,12 +150,13 @@ def merge(config: VocabMergeConfig, progress: bool = True) -> Merged:
     )
 
 
-def wanted_of(base: Vocabulary, new: Vocabulary) -> Wanted:
-    """Select the tokens of `new` to add to the base. Tokens it has are counted; parts of
-    characters, control characters, tokens over LONGEST characters, and those across the base's
-    pre-tokenisation are left out, with the reason.
+def select_new_tokens(base: Vocabulary, new: Vocabulary) -> Wanted:
+    """Select the learned tokens of the vocabulary `new` that are to be added to `base`, written as
+    `base` writes tokens. Tokens that `base` has are only counted. Left out, with counts by reason:
+    parts of characters, control characters (unless `base` is over bytes), tokens over 512
+    characters, and tokens that the pre-tokenizer of `base` would split.
     """
-    wanted, have, parts = Wanted(), {*base.learned, *base.added.values()}, splits(base)
+    wanted, have, parts = Wanted(), {*base.learned, *base.added.values()}, part_counter(base)
     for token, score in new.learned.items():
         # UTF-8 bytes: what both vocabularies have in common
         meaning = new.meaning(token)
@@ -183,11 +188,13 @@ class Pairs(Protocol):
     """Merges of a BPE: the pairs of neighbours that it joins, and their order."""
 
     def rank(self, left: str, right: str) -> int | None:
-        """Rank of a pair, where the lowest is joined first; None if it is not joined."""
+        """Return the rank of a pair of neighbours, the lowest of which is joined first; None if the
+        pair is never joined.
+        """
         ...
 
     def join(self, left: str, right: str) -> None:
-        """Append a pair as the last merge."""
+        """Append a pair as the last merge, so that it is joined after all others."""
         ...
 
 
@@ -198,11 +205,11 @@ class Merges:
     ranks: dict[tuple[str, str], int]
 
     def rank(self, left: str, right: str) -> int | None:
-        """Position of the pair in the list, or None."""
+        """Return the position of the pair in the list of merges; None if it is not there."""
         return self.ranks.get((left, right))
 
     def join(self, left: str, right: str) -> None:
-        """Append the pair to the list."""
+        """Append the pair to the list of merges."""
         self.ranks[left, right] = len(self.ranks)
 
 
@@ -215,16 +222,18 @@ class Concatenations:
     ranks: dict[str, int]
 
     def rank(self, left: str, right: str) -> int | None:
-        """Rank of the piece that the pair makes, or None."""
+        """Return the rank of the piece that is the pair's concatenation; None if there is none."""
         return self.ranks.get(left + right)
 
     def join(self, left: str, right: str) -> None:
-        """Add the pair's concatenation as the last piece."""
+        """Add the pair's concatenation as a piece, ranked after all others."""
         self.ranks[left + right] = len(self.ranks)
 
 
-def cut(parts: Iterable[str], pairs: Pairs) -> list[str]:
-    """Apply BPE: join the neighbours of lowest rank, leftmost first, until no pair is known."""
+def apply_bpe(parts: Iterable[str], pairs: Pairs) -> list[str]:
+    """Return `parts` (characters, or pieces of a token) after BPE: repeatedly join the neighbours
+    whose pair has the lowest rank, the leftmost of several, until no pair has a merge.
+    """
     pieces = list(parts)
     while len(pieces) > 1:
         ranked = [(pairs.rank(a, b), i) for i, (a, b) in enumerate(pairwise(pieces))]
@@ -247,26 +256,27 @@ class Added:
     """Number of intermediate tokens, which were not requested."""
 
 
-def lead(
+def extend_bpe(
     wanted: Collection[str],
     known: Collection[str],
     pairs: Pairs,
     reach: Callable[[int], None] = lambda done: None,
 ) -> Added:
-    """Add the `wanted` tokens, in order, to a BPE with the `known` tokens. For each, the base
-    tokenises its text, and merges (and intermediate tokens) are appended to `pairs` until it is one
-    token. `reach(n)` reports progress.
+    """Extend a BPE, with the tokens `known` and the merges `pairs`, so that its merges build each
+    of the `wanted` tokens, in order: tokenize the token's text with the merges there are, then
+    append merges to `pairs` (in place) until it is one token. Return the tokens to add, those for
+    the results of intermediate merges included. `reach(n)`: called after n tokens, for progress.
     """
     have, left, added = set(known), set(wanted), Added()
 
     def add(token: str) -> None:
-        """Add a token unless it is there."""
+        """Add a token to the result unless the BPE has it."""
         if token not in have:
             have.add(token)
             added.tokens.append(token)
             added.between += token not in left
 
-    def between(token: str) -> None:
+    def add_between(token: str) -> None:
         """Add an intermediate token, unless it is a wanted one, which is added in its turn."""
         if token not in left:  # or its turn comes, in order
             add(token)
@@ -274,9 +284,9 @@ def lead(
     for done, token in enumerate(wanted, 1):
         # a BPE starts from single characters: each needs a token
         for character in token:
-            between(character)
+            add_between(character)
         # its own merges may never apply: begin where the base ends
-        parts = cut(token, pairs)
+        parts = apply_bpe(token, pairs)
         while len(parts) > 1:
             named = [
                 i for i, (a, b) in enumerate(pairwise(parts)) if a + b in have or a + b in left
@@ -286,9 +296,9 @@ def lead(
             # after all merges there are: the base's texts are cut as before
             pairs.join(parts[at], parts[at + 1])
             # a merge needs a token for its result
-            between(parts[at] + parts[at + 1])
+            add_between(parts[at] + parts[at + 1])
             # the new merge may enable others that the base has
-            parts = cut(parts, pairs)
+            parts = apply_bpe(parts, pairs)
         add(token)
         reach(done)
     return added
@@ -297,14 +307,16 @@ def lead(
 Reach = Callable[[int], None]
 
 
-def _sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Added, Files]:
-    """Add tokens to a sentencepiece model; return them and the files to write. Unigram tokens keep
-    their learned scores, BPE tokens get scores below all others.
+def _grow_sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Added, Files]:
+    """Add the wanted tokens to the sentencepiece model of `base`. Return the added tokens and the
+    content of the merged tokenizer's files; nothing is written. Tokens of a unigram model keep the
+    scores that they were learned with, tokens of a BPE get scores below all others. `reach(n)`:
+    called for progress.
     """
     model = base.model
     assert model is not None
     # ids of added tokens must not be given to new pieces
-    filled = fillers(model, base.added)
+    filled = filler_pieces(model, base.added)
     if model.kind == "unigram":
         grown = Added(list(wanted.tokens))
         # log-probabilities: comparable with the base's
@@ -313,7 +325,7 @@ def _sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Adde
         normal = [p for p in model.pieces if p.kind == sentencepiece_model.NORMAL]
         ordered = sorted(normal, key=lambda piece: -piece.score)
         ranks = {piece.text: number for number, piece in enumerate(ordered)}
-        grown = lead(wanted.tokens, ranks, Concatenations(ranks), reach)
+        grown = extend_bpe(wanted.tokens, ranks, Concatenations(ranks), reach)
         # below all scores: the base's merges come first, its texts are cut as before
         lowest, new = min((piece.score for piece in normal), default=0.0), {*grown.tokens}
         # characters are joined of nothing
@@ -346,9 +358,10 @@ def _sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Adde
     return grown, files
 
 
-def _bpe(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Added, Files]:
-    """Add tokens to a BPE of `tokenizers`; return them and the files to write. Ids follow the last
-    one taken, special tokens included.
+def _grow_bpe(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Added, Files]:
+    """Add the wanted tokens, with merges that build them, to the tokenizer.json of `base`, a BPE.
+    Return the added tokens and the content of the merged tokenizer's files; nothing is written. New
+    ids follow the last one taken, special tokens included. `reach(n)`: called for progress.
     """
     assert base.content is not None
     full = deepcopy(base.content)
@@ -358,7 +371,7 @@ def _bpe(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Added, Files]:
     ]
     known = Merges({(pair[0], pair[1]): number for number, pair in enumerate(pairs)})
     before = len(known.ranks)
-    grown = lead(wanted.tokens, model["vocab"], known, reach)
+    grown = extend_bpe(wanted.tokens, model["vocab"], known, reach)
     vocab = {**model["vocab"], **{token: number for number, token in base.added.items()}}
     first = size(base)
     vocab |= {token: first + number for number, token in enumerate(grown.tokens)}
@@ -374,14 +387,14 @@ def _bpe(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Added, Files]:
 
 
 FORMS: dict[str, Callable[[Vocabulary, Wanted, Reach], tuple[Added, Files]]] = {
-    "sentencepiece": _sentencepiece,
-    "bytes": _bpe,
-    "letters": _bpe,
+    "sentencepiece": _grow_sentencepiece,
+    "bytes": _grow_bpe,
+    "letters": _grow_bpe,
 }
 
 
-def write(folder: Path, files: Files) -> None:
-    """Write the files into a folder, mappings as JSON."""
+def write_files(folder: Path, files: Files) -> None:
+    """Write files (name -> content) into a folder: bytes and text as is, mappings as JSON."""
     for name, content in files.items():
         if isinstance(content, bytes):
             (folder / name).write_bytes(content)
@@ -391,8 +404,8 @@ def write(folder: Path, files: Files) -> None:
 
 
 def _config(place: Path) -> dict[str, Any]:
-    """Content of the folder's tokenizer_config.json, or a minimal one that opens any
-    tokenizer.json.
+    """Return the content of the tokenizer_config.json in the folder `place`, or a minimal one, with
+    which transformers opens any tokenizer.json, if there is none.
     """
     file = place / CONFIG
     if place.is_dir() and file.is_file():
@@ -400,9 +413,9 @@ def _config(place: Path) -> dict[str, Any]:
     return {"tokenizer_class": TOKENIZER_CLASS}
 
 
-def _copy(place: Path, to: Path) -> None:
-    """Copy the files that a merge does not change (chat template, special tokens) from `place`, if
-    it is a folder.
+def _copy_sidecars(place: Path, to: Path) -> None:
+    """Copy the tokenizer's files that a merge does not change (chat template, special tokens) from
+    `place` to the folder `to`; nothing if `place` is a single file.
     """
     for name in SIDECARS if place.is_dir() else ():
         if (place / name).is_file():

@@ -60,21 +60,21 @@ class Vocabulary:
 
     @property
     def kind(self) -> str:
-        """Tokenisation algorithm: "unigram" or "bpe"."""
+        """Algorithm of the tokenizer: "unigram" or "bpe"."""
         return "bpe" if self.model is None else self.model.kind
 
     @cached_property
     def added(self) -> dict[int, str]:
-        """Id -> token, of added tokens (special ones, for example), which are matched before the
-        text is tokenised.
+        """Id -> token for the `added_tokens` of tokenizer.json (special tokens, for example), which
+        are matched in a text before the rest of it is tokenised.
         """
         added = [] if self.content is None else self.content.get("added_tokens", [])
         return {token["id"]: token["content"] for token in added}
 
     @cached_property
     def learned(self) -> dict[str, float | None]:
-        """Learned tokens in order of id, as the vocabulary writes them, with their scores (None for
-        BPE of `tokenizers`). Without special tokens and byte-fallback tokens.
+        """Learned token -> its score (None for a BPE of `tokenizers`), in order of id, each token
+        as the vocabulary writes it. Special, unknown and byte-fallback tokens are left out.
         """
         if self.model is not None:
             pieces = self.model.pieces
@@ -88,8 +88,8 @@ class Vocabulary:
         return dict.fromkeys(t for t in ordered if t not in added | bytes_ and t != unknown)
 
     def meaning(self, token: str) -> bytes | None:
-        """UTF-8 bytes, maybe of a part of a character, that a token stands for; None for a token
-        that is not text.
+        """Return the UTF-8 bytes that a learned token stands for, which may be a part of a
+        character; None for a token that is not text.
         """
         # tokens are text, with SPACE for a space
         if self.form != "bytes":
@@ -99,8 +99,9 @@ class Vocabulary:
         return bytes(BYTES[letter] for letter in token)
 
     def token_from_bytes(self, meaning: bytes) -> str | None:
-        """Token that stands for these bytes; None for a part of a character in forms that have only
-        characters.
+        """Return how this vocabulary writes a token that stands for the UTF-8 bytes `meaning`,
+        whether it has that token or not; None for a part of a character, unless its tokens are over
+        bytes.
         """
         if self.form == "bytes":
             return "".join(LETTERS[byte] for byte in meaning)
@@ -112,8 +113,9 @@ class Vocabulary:
 
 
 def open_vocabulary(name: str, option: str) -> Vocabulary:
-    """Open a tokenizer: a folder, a tokenizer.model, or the tokenizer of a model of any format.
-    Raises ValueError, naming `option`, where there is none or its form is not read.
+    """Read the files of the tokenizer `name`, a folder, a tokenizer.model, or a model, run or hub
+    id whose tokenizer is meant, and return its vocabulary. Raises ValueError, naming the
+    command-line `option`, if there is none, or it is neither a sentencepiece model nor a BPE.
     """
     place = expand(name)
     if place.is_file() and place.suffix == ".model":
@@ -128,12 +130,12 @@ def open_vocabulary(name: str, option: str) -> Vocabulary:
     if model is not None and not (place / JSON).is_file():
         # added tokens stand in other files: put them into the model as pieces
         bare, named = sentencepiece_model.read(model), tokens_by_name(place)
-        pieces = fillers(bare, {number: token for token, number in named.items()})
+        pieces = filler_pieces(bare, {number: token for token, number in named.items()})
         full = sentencepiece_model.add_pieces(bare, pieces)
         read = sentencepiece_model.parse(full, model)
         return Vocabulary(place, "sentencepiece", read, None)
     content = _content(place, load_tokenizer(str(place), option))
-    form = None if content is None else form_of(content)
+    form = None if content is None else tokenizer_form(content)
     if form != "bytes" and model is not None:
         return Vocabulary(place, "sentencepiece", sentencepiece_model.read(model), content)
     if form is None:
@@ -145,8 +147,8 @@ def open_vocabulary(name: str, option: str) -> Vocabulary:
 
 
 def _content(place: Path, tokenizer: PreTrainedTokenizer) -> dict[str, Any] | None:
-    """Content of tokenizer.json, or what it would be for a tokenizer in older files; None for a
-    tokenizer that is not of `tokenizers`.
+    """Return the content of the folder's tokenizer.json; without that file, what it would be for
+    the opened `tokenizer`, or None if that is not one of the library `tokenizers` (not fast).
     """
     if (place / JSON).is_file():
         return gate.read_json(place / JSON, kinds.TOKENIZER)
@@ -155,10 +157,10 @@ def _content(place: Path, tokenizer: PreTrainedTokenizer) -> dict[str, Any] | No
     return gate.parse_json(tokenizer.backend_tokenizer.to_str().encode(), place, kinds.TOKENIZER)
 
 
-def fillers(model: SentencePieceModel, added: Mapping[int, str]) -> list[VocabularyPiece]:
-    """Pieces for all ids behind the sentencepiece model's, up to the last of the `added` tokens (id
-    -> token): a piece's id is its position, so gaps are filled with unused ones. Raises ValueError
-    for an id that is too large.
+def filler_pieces(model: SentencePieceModel, added: Mapping[int, str]) -> list[VocabularyPiece]:
+    """Return pieces to be appended to a sentencepiece model, for all ids after its last up to the
+    last of the `added` tokens (id -> token): control pieces for added tokens, and unused ones for
+    gaps, as the id of a piece is its position. Raises ValueError for an id that is too large.
     """
     end = max(added, default=-1) + 1
     if end > kinds.LARGEST_VOCABULARY:
@@ -172,8 +174,8 @@ def fillers(model: SentencePieceModel, added: Mapping[int, str]) -> list[Vocabul
 
 
 def transformers_tokenizer(vocabulary: Vocabulary, option: str) -> PreTrainedTokenizer:
-    """Open the vocabulary as a transformers tokenizer; `option` names it in errors. Raises
-    ValueError.
+    """Return the vocabulary's tokenizer opened with transformers; a bare sentencepiece model is
+    converted to a tokenizer.json in memory first. `option`: names it in errors. Raises ValueError.
     """
     if vocabulary.content is not None or vocabulary.model is None:
         return load_tokenizer(str(vocabulary.where), option, probe=False)
@@ -184,9 +186,9 @@ def transformers_tokenizer(vocabulary: Vocabulary, option: str) -> PreTrainedTok
     return cast(PreTrainedTokenizer, tokenizer)  # whose stubs say less of its special tokens
 
 
-def splits(vocabulary: Vocabulary) -> Callable[[str], int]:
-    """Return a function that counts the parts into which the pre-tokenizer splits a text; always 1
-    for sentencepiece.
+def part_counter(vocabulary: Vocabulary) -> Callable[[str], int]:
+    """Return a function that counts the parts into which the vocabulary's normalizer and
+    pre-tokenizer split a text; it always returns 1 for sentencepiece, which does not split.
     """
     if vocabulary.form == "sentencepiece" or vocabulary.content is None:
         return lambda text: 1
@@ -196,7 +198,7 @@ def splits(vocabulary: Vocabulary) -> Callable[[str], int]:
     pre_tokenizer = Tokenizer.from_str(json.dumps(bare))
 
     def parts(text: str) -> int:
-        """Count the parts of a text after the normaliser and the pre-tokenizer."""
+        """Return the number of parts of a text after the normalizer and the pre-tokenizer."""
         if pre_tokenizer.normalizer is not None:
             text = pre_tokenizer.normalizer.normalize_str(text)
         return (
@@ -208,9 +210,10 @@ def splits(vocabulary: Vocabulary) -> Callable[[str], int]:
     return parts
 
 
-def form_of(content: dict[str, Any]) -> Form | None:
-    """Form of a tokenizer.json: "bytes" or "letters" for a BPE; None for other models, and for a
-    BPE with subword prefixes or suffixes.
+def tokenizer_form(content: dict[str, Any]) -> Form | None:
+    """Return the form of the content of a tokenizer.json: "bytes" for a byte-level BPE, "letters"
+    for a BPE over characters, None for other models and for a BPE with subword prefixes or
+    suffixes.
     """
     model = content["model"]
     marks = ("continuing_subword_prefix", "end_of_word_suffix")
@@ -221,7 +224,9 @@ def form_of(content: dict[str, Any]) -> Form | None:
 
 
 def _has(step: Any, kind: str) -> bool:
-    """True if a step of a tokenizer.json, or a part of it, is of type `kind`."""
+    """Return whether a step of a tokenizer.json (pre_tokenizer, decoder, ...) or any part of it has
+    the type `kind`, such as ByteLevel.
+    """
     if isinstance(step, list):
         return any(_has(item, kind) for item in step)
     if not isinstance(step, dict):
@@ -230,7 +235,7 @@ def _has(step: Any, kind: str) -> bool:
 
 
 def size(vocabulary: Vocabulary) -> int:
-    """Number of ids: the largest one plus 1, added tokens included."""
+    """Return the number of ids of the vocabulary: the largest one plus 1, added tokens included."""
     # added tokens may have ids behind a gap
     ids = [-1, *vocabulary.added]
     if vocabulary.model is not None:
@@ -247,7 +252,9 @@ TOKENIZER_CLASS = "PreTrainedTokenizerFast"
 
 
 def sentencepiece_as_json(model: SentencePieceModel) -> dict[str, Any]:
-    """Content of a tokenizer.json that tokenises as the sentencepiece model does."""
+    """Return the content of a tokenizer.json with which `tokenizers` tokenizes as the sentencepiece
+    model does.
+    """
     return {
         "version": "1.0",
         "truncation": None,
@@ -271,7 +278,9 @@ def sentencepiece_as_json(model: SentencePieceModel) -> dict[str, Any]:
 
 
 def model_fields(pieces: Sequence[VocabularyPiece], bpe: bool) -> dict[str, Any]:
-    """Fields of tokenizer.json's model that depend on the pieces: vocab, and merges if `bpe`."""
+    """Return those fields of the `model` section of tokenizer.json that follow from the pieces of a
+    sentencepiece model: vocab, and for `bpe` merges.
+    """
     if not bpe:
         return {"vocab": [[piece.text, piece.score] for piece in pieces]}
     vocab = {piece.text: number for number, piece in enumerate(pieces)}
@@ -279,8 +288,9 @@ def model_fields(pieces: Sequence[VocabularyPiece], bpe: bool) -> dict[str, Any]
 
 
 def merges_of_pieces(pieces: Sequence[VocabularyPiece]) -> list[list[str]]:
-    """Merges that equal sentencepiece's BPE: every pair of pieces that concatenates to a piece, by
-    falling score of that piece. sentencepiece joins the pair whose piece has the highest score.
+    """Return the list of BPE merges that does what a sentencepiece BPE model with these pieces
+    does: every pair of pieces that concatenates to a piece, by falling score of that piece, as
+    sentencepiece joins the pair whose piece has the highest score.
     """
     normal = {piece.text for piece in pieces if piece.kind == NORMAL}
     merges: dict[float, list[list[str]]] = defaultdict(list)
@@ -295,7 +305,9 @@ def merges_of_pieces(pieces: Sequence[VocabularyPiece]) -> list[list[str]]:
 
 
 def special_tokens(pieces: Sequence[VocabularyPiece]) -> dict[str, str]:
-    """Special tokens of a sentencepiece model, as fields of tokenizer_config.json."""
+    """Return the special tokens of a sentencepiece model (BOS, EOS, padding if it has them, and
+    unknown) as fields of tokenizer_config.json.
+    """
     known = {"<s>": "bos_token", "</s>": "eos_token", "<pad>": "pad_token"}
     special = {known[p.text]: p.text for p in pieces if p.kind == CONTROL and p.text in known}
     (unknown,) = (piece.text for piece in pieces if piece.kind == UNKNOWN)
@@ -316,15 +328,18 @@ _EMPTY: dict[str, dict[str, Any]] = {
 
 
 def _unknown(model: SentencePieceModel) -> dict[str, Any]:
-    """Return the field of tokenizer.json's model that names the unknown token."""
+    """Return the field of the `model` section of tokenizer.json that names the unknown token of a
+    sentencepiece model: unk_token for BPE, unk_id for unigram.
+    """
     if model.kind == "bpe":
         return {"unk_token": model.pieces[model.unknown].text}
     return {"unk_id": model.unknown}
 
 
 def _normalizers(model: SentencePieceModel) -> list[dict[str, Any]]:
-    """Normalisers that do what the sentencepiece model does: its character map, stripping and
-    collapsing of spaces, a leading space, and SPACE for " ".
+    """Return the normalizers of a tokenizer.json that do what the sentencepiece model does: its
+    character map, stripping and collapsing of spaces, a leading space (each if the model has it),
+    and sentencepiece's symbol for each space.
     """
     spaces: list[dict[str, Any]] = []
     if model.charsmap:
@@ -340,8 +355,8 @@ def _normalizers(model: SentencePieceModel) -> list[dict[str, Any]]:
 
 
 def _decoders(model: SentencePieceModel) -> list[dict[str, Any]]:
-    """Decoders that invert `_normalizers`: SPACE to " ", byte tokens to bytes, and the leading
-    space removed.
+    """Return the decoders of a tokenizer.json for a sentencepiece model: its symbol for a space to
+    " ", byte tokens to bytes, and the leading space removed if the model adds one.
     """
     steps: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
@@ -354,6 +369,8 @@ def _decoders(model: SentencePieceModel) -> list[dict[str, Any]]:
 
 
 def _added_token(number: int, text: str, special: bool) -> dict[str, Any]:
-    """Entry of tokenizer.json's added_tokens."""
+    """Return an entry of the added_tokens of a tokenizer.json: the token `text` with the id
+    `number`, matched anywhere in a text, unchanged.
+    """
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": number, "content": text, **flags, "special": special}

@@ -41,7 +41,7 @@ from dolmen.vocabulary.check import (
     open_text,
 )
 from dolmen.vocabulary.config import BYTES, FRAME, VocabTrainConfig
-from dolmen.vocabulary.merge import CONFIG, write
+from dolmen.vocabulary.merge import CONFIG, write_files
 from dolmen.vocabulary.tokenizer_folder import (
     JSON,
     MODELS,
@@ -69,12 +69,12 @@ class Sample:
     """Distinct characters of the lines."""
 
 
-def draw(
+def sample_lines(
     text: Text, most: int, seed: int, reach: Callable[[int], None] = lambda done: None
 ) -> Sample:
-    """Sample lines of the text uniformly, without replacement, of at most `most` bytes in total, in
-    one pass and in memory of that size. `reach(bytes read)` reports progress. Raises ValueError for
-    unreadable text.
+    """Return a uniform random sample, without replacement, of the lines of the text: at most `most`
+    bytes in total, read in one pass and in memory of about that size. `reach(bytes read)` reports
+    progress. Raises ValueError for unreadable text.
     """
     chance = random.Random(seed)
     heap: list[tuple[float, int, str, int]] = []  # the largest number first, as its negative
@@ -103,8 +103,8 @@ def draw(
 
 
 def _lines(text: Text) -> Iterator[str]:
-    """Yield the lines that are not blank; longer ones are cut at a suitable place into parts of at
-    most LONGEST bytes.
+    """Yield the lines of the text that are not blank; lines that may be longer than 4,000 bytes are
+    cut, at a word boundary where possible, into parts of at most 4,000 bytes.
     """
     most = LONGEST // 4  # a character has up to 4 bytes
     for piece in text.pieces():
@@ -140,7 +140,9 @@ class Trained:
     """Counts of the text that was learned from."""
 
     def lines(self) -> list[str]:
-        """Report in lines: size of the vocabulary, text learned from, and compression."""
+        """Return the lines of a report: size and kind of the vocabulary, bytes of the text that it
+        was learned from, and characters and bytes per token on that text.
+        """
         part = "" if self.read == self.learned_from else f" of {plural(self.read, 'byte')}"
         return [
             f"{self.size:,} tokens ({self.kind}), learned from "
@@ -150,9 +152,10 @@ class Trained:
 
 
 def train(config: VocabTrainConfig, progress: bool = True) -> Trained:
-    """Learn a vocabulary and write it as a new tokenizer folder. `progress`: bars on stderr. Raises
-    ValueError or OSError, with nothing written, for unreadable text, and for text that has too few
-    different tokens.
+    """Train a tokenizer on (a sample of) the text of config.data, check that transformers, and
+    sentencepiece where it applies, read it and decode lines to themselves, and write it as the new
+    folder config.to. Return a report. `progress`: bars on stderr. Raises ValueError or OSError,
+    with nothing written, for unreadable text, and for text with too few different tokens.
     """
     to = Path(config.to).expanduser()
     hf_export.check_target(to)
@@ -160,7 +163,7 @@ def train(config: VocabTrainConfig, progress: bool = True) -> Trained:
     if text is None:
         raise ValueError("no text: use --data.path with a file, a folder, a glob or a hub id")
     with bar(f"reading {text.name}", text.size, progress) as reach:
-        sample = draw(text, config.max_bytes, config.seed, reach)
+        sample = sample_lines(text, config.max_bytes, config.seed, reach)
     check_size(config, sample)
     say(f"learning {config.size:,} tokens from {plural(sample.bytes, 'byte')}", progress)
     with writing.replace_when_complete(to) as (part, _):
@@ -175,7 +178,9 @@ def train(config: VocabTrainConfig, progress: bool = True) -> Trained:
 
 
 def check_size(config: VocabTrainConfig, sample: Sample) -> None:
-    """Raise ValueError where the sample is empty, or too small for config.size tokens."""
+    """Raise ValueError if the sample of text has no lines, or fewer bytes than config.size asks for
+    tokens beside single bytes and special tokens.
+    """
     if not sample.lines:
         raise ValueError(f"--data.path {', '.join(config.data.path[:3])} contains no text")
     # tokens that need no text
@@ -190,9 +195,9 @@ def check_size(config: VocabTrainConfig, sample: Sample) -> None:
 
 
 def _train_sentencepiece(config: VocabTrainConfig, sample: Sample, folder: Path) -> None:
-    """Learn a unigram or BPE model with sentencepiece and write tokenizer.model, tokenizer.json and
-    its config to `folder`. Raises ValueError where the text has too few pieces, or too many
-    characters.
+    """Train a unigram or BPE model (config.kind) of config.size pieces on the sample with
+    sentencepiece, and write tokenizer.model, tokenizer.json and tokenizer_config.json to `folder`.
+    Raises ValueError if the text has too few pieces or too many characters.
     """
     model = io.BytesIO()
     try:
@@ -213,10 +218,10 @@ def _train_sentencepiece(config: VocabTrainConfig, sample: Sample, folder: Path)
             minloglevel=2,
         )
     except (RuntimeError, OSError, ValueError) as error:
-        raise ValueError(_reason(config, str(error))) from error
+        raise ValueError(_explain_error(config, str(error))) from error
     content = model.getvalue()
     read = sentencepiece_model.parse(content, "the model of sentencepiece")
-    write(
+    write_files(
         folder,
         {
             MODELS[0]: content,
@@ -230,8 +235,10 @@ def _train_sentencepiece(config: VocabTrainConfig, sample: Sample, folder: Path)
     )
 
 
-def _reason(config: VocabTrainConfig, error: str) -> str:
-    """Translate sentencepiece's error into a message with our options."""
+def _explain_error(config: VocabTrainConfig, error: str) -> str:
+    """Return a message for an error of sentencepiece, with the option --size and a size that works
+    if the error names one; for any other error, its own text.
+    """
     # sentencepiece's own message names the possible size
     if match := re.search(r"value <= (\d+)", error):
         return (
@@ -247,8 +254,8 @@ def _reason(config: VocabTrainConfig, error: str) -> str:
 
 
 def _train_byte_bpe(config: VocabTrainConfig, sample: Sample, folder: Path) -> None:
-    """Learn a byte-level BPE with `tokenizers` and write it to `folder`. Raises ValueError where
-    the text gives fewer tokens than config.size.
+    """Train a byte-level BPE of config.size tokens on the sample with the library `tokenizers`, and
+    write it to `folder`. Raises ValueError if the text gives fewer tokens.
     """
     # line ends were cut off, and are text to a byte-level BPE
     train_bpe((line + "\n" for line in sample.lines), config.size, folder, progress=False)

@@ -81,7 +81,7 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(material, tmp_path, st
 def test_the_recipe_tells_the_loss_of_each_language(material, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(material.model, model)
-    extend.write(model, 200, 300, "mean")
+    extend.write_record(model, 200, 300, "mean")
     old, new = tmp_path / "old", tmp_path / "new"
     for number, folder in enumerate((old, new)):
         folder.mkdir()
@@ -136,7 +136,7 @@ def test_what_cannot_wait_for_new_rows_is_refused(material, tmp_path):
     assert "give --train.new-rows.first ID" in refused(train=unsaid)
     model = tmp_path / "model"
     shutil.copytree(material.model, model)
-    extend.write(model, 250, 300, "mean")
+    extend.write_record(model, 250, 300, "mean")
     run = material.config(init=str(model), train=unsaid)
     assert tinyrun.check_run(run, 1).train.new_rows == NewRowsConfig(0.5, 250)
     for share in (-0.1, 1):

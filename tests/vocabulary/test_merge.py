@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from dolmen.data.tokenizer import load_tokenizer, vocabulary_size
 from dolmen.files import sentencepiece_model
 from dolmen.vocabulary.config import VocabMergeConfig, VocabText
-from dolmen.vocabulary.merge import Concatenations, Merges, cut, lead, merge
+from dolmen.vocabulary.merge import Concatenations, Merges, apply_bpe, extend_bpe, merge
 
 PAIRS = (
     ("bpe", "bpe"),
@@ -117,11 +117,11 @@ def test_every_new_token_comes_out_of_its_own_text_in_the_order_it_was_learned(m
 def test_merges_are_found_where_the_base_has_joined_otherwise():
     """The base joins b c first, so a b c d is out of reach by (a b) (c d)."""
     for pairs in (Merges({("b", "c"): 0}), Concatenations({"bc": 0})):
-        added = lead(["ab", "cd", "abcd"], {*"abcd", "bc"}, pairs)
+        added = extend_bpe(["ab", "cd", "abcd"], {*"abcd", "bc"}, pairs)
         assert added.tokens == ["ab", "cd", "abc", "abcd"] and added.between == 1
-        again = lead(["xyz", "yz", "z"], {*"abcd"}, pairs)
+        again = extend_bpe(["xyz", "yz", "z"], {*"abcd"}, pairs)
         assert again.tokens == ["x", "y", "xyz", "yz", "z"], "its own are added in their order"
-        assert cut("abcd", pairs) == ["abcd"] and cut("bcd", pairs) == ["bc", "d"]
+        assert apply_bpe("abcd", pairs) == ["abcd"] and apply_bpe("bcd", pairs) == ["bc", "d"]
 
 
 def test_a_base_of_a_family_keeps_its_class_and_its_added_tokens(vocabularies, tmp_path):

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from dolmen.files import sentencepiece_model
 from dolmen.vocabulary.check import open_text
 from dolmen.vocabulary.config import VocabText, VocabTrainConfig
-from dolmen.vocabulary.train import LONGEST, draw, train
+from dolmen.vocabulary.train import LONGEST, sample_lines, train
 
 KINDS = ("unigram", "bpe", "byte-bpe")
 ODD = "  two  spaces,\ta tab\n\nand \U0001f600, \u00e9, 12345"
@@ -47,18 +47,18 @@ def test_text_comes_from_any_source_and_is_drawn_within_bytes(tmp_path):
         packed.write("\n".join(lines[1000:]))
     text = open_text(VocabText((str(folder),), "body"))
     assert text is not None
-    whole = draw(text, 10**6, 0)
+    whole = sample_lines(text, 10**6, 0)
     assert whole.lines == lines and whole.bytes == whole.whole == 9 * 2000
-    some = draw(text, 3600, 0)
+    some = sample_lines(text, 3600, 0)
     assert some.bytes == 3600 and some.lines == sorted(some.lines) and some.whole == 18000
-    assert draw(text, 3600, 0) == some != draw(text, 3600, 1)
+    assert sample_lines(text, 3600, 0) == some != sample_lines(text, 3600, 1)
     # of 400 of 2,000 lines a third part has 133; five standard deviations are 42
     for part in (lines[:666], lines[666:1332], lines[1332:]):
         assert abs(len({*part} & {*some.lines}) - 133) < 42
     (tmp_path / "long.txt").write_text("word " * 10_000)
     text = open_text(VocabText((str(tmp_path / "long.txt"),)))
     assert text is not None
-    long = draw(text, 10**6, 0).lines
+    long = sample_lines(text, 10**6, 0).lines
     assert "".join(long) == "word " * 10_000 and max(map(len, long)) <= LONGEST
 
 
