@@ -5,7 +5,8 @@ and with nothing written; 130 and 143 after Ctrl-C and SIGTERM, which save first
 
     command.py     words to the configuration of a command, and the function that runs it
     parse.py       `--a.b value` to a nested dict, and the help of a command
-    runs.py        train, replay, launch, and the options of a run over a recipe or YAML file
+    jobs.py        launch
+    runs.py        train, replay, and the options of a run over a recipe or YAML file
     generation.py  generate, chat, serve
     evaluation.py  evaluate, diff, verify
     conversion.py  convert, export, tokenize, vocab

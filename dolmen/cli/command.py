@@ -76,9 +76,10 @@ MODULES = {
     "conversion": ("convert", "export", "tokenize", "vocab"),
     "evaluation": ("evaluate", "diff", "verify"),
     "generation": ("generate", "chat", "serve"),
+    "jobs": ("launch",),
     "listings": ("recipes", "families", "show"),
     "planning": ("plan", "dryrun", "schedule"),
-    "runs": ("train", "replay", "launch"),
+    "runs": ("train", "replay"),
 }
 """Module of this package -> the verbs whose functions `run_VERB` it has."""
 

@@ -1,46 +1,30 @@
-"""The verbs train, replay and launch, and the options of a run, which dryrun has too. A run comes
-from a recipe or YAML file, then --init, then options, each overriding the one before.
+"""The verbs train and replay, and the options of a run, which dryrun has too. A run comes from a
+recipe or YAML file, then --init, then options, each overriding the one before.
 
     dolmen train RECIPE|FILE.yaml
     dolmen train RECIPE --help          one command and the most important options, a line each
     dolmen train RECIPE --help --all    every option, with the fields of the model's family
-
-    dolmen launch slurm|kubeflow|skypilot RUN.yaml --nodes N    the run as a job file
 """
 
-import shlex
-import shutil
-import subprocess
 from collections.abc import Mapping, Set
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal
 
-import yaml
-
 from dolmen import families
 from dolmen.cli.parse import HELP, Option, OptionGroup, full_help, groups, options, parse
 from dolmen.core.config import Mark, Words, from_dict, to_dict
-from dolmen.core.filesystem import is_url
-from dolmen.core.messages import BadInput, as_bad_input, escape, unknown_options
+from dolmen.core.messages import BadInput, unknown_options
 from dolmen.families import Field, ModelConfig
 from dolmen.families import start as models
 from dolmen.families.start import option_type
-from dolmen.files import gate, write
-from dolmen.launch import jobs, process
-from dolmen.launch.config import KubeflowConfig, SkypilotConfig, SlurmConfig
+from dolmen.launch import process
 from dolmen.recipes import RECIPES
 from dolmen.recipes.overrides import MODEL_TYPE, build_request, load_run, load_run_to_inspect
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import check_folder
-from dolmen.training.request import (
-    LaunchOptions,
-    ReplayConfig,
-    TrainRequest,
-    acting_options,
-    read_run,
-)
+from dolmen.training.request import LaunchOptions, ReplayConfig, TrainRequest
 
 if TYPE_CHECKING:
     from dolmen.planning.config import DryrunRequest
@@ -436,47 +420,3 @@ def run_train(request: TrainRequest) -> int:
     from dolmen.training import worker
 
     return worker.run(request, process.run_worker)
-
-
-Job = SlurmConfig | KubeflowConfig | SkypilotConfig
-
-
-def run_launch(job: Job) -> int:
-    """Run `dolmen launch`: write the job file of a run for SLURM, Kubeflow or SkyPilot, and with
-    --submit submit it, else print the command that does. Returns 0, or 1 if the submission failed.
-    Raises BadInput, with nothing written.
-    """
-    command = jobs.SUBMIT[type(job)]
-    with as_bad_input():
-        run = read_run(Path(job.run))
-        run.layout.resolve(job.nodes * job.nproc_per_node)
-        if job.submit and shutil.which(command[0]) is None:
-            raise BadInput(
-                f"--submit needs {command[0]}, which is not installed here: leave --submit out, "
-                f"and run {shlex.join(command)} FILE where it is"
-            )
-        file = _write_job_file(job, run)
-    print(f"wrote {escape(file)}", flush=True)
-    if not job.submit:
-        print(f"submit it with {escape(shlex.join((*command, str(file))))}")
-        return 0
-    return int(subprocess.run([*command, str(file)]).returncode != 0)
-
-
-def _write_job_file(job: Job, run: RunConfig) -> Path:
-    """Write the job file that trains `run` and return its path; a file with the same content is
-    left as it is. Raises ValueError if a file with other content exists.
-    """
-    name = jobs.job_name(run.name)
-    out = job.out or str(TrainRequest.from_config(run, LaunchOptions(), job.run).out)
-    if not isinstance(job, SlurmConfig):
-        out = job.out or f"{job.mount.rstrip('/')}/runs/{name}"
-    elif not is_url(out):  # the job may be submitted from another folder
-        out = str(Path(out).absolute())
-    text = yaml.safe_dump(acting_options(run), sort_keys=False)
-    content = jobs.job_file(job, name, out, text, gpus=run.train.device != "cpu")
-    file = Path(job.file or f"{name}.{jobs.FILES[type(job)]}")
-    # the same command again, now with --submit, finds its own file
-    if not file.exists() or gate.read_text(file, 2**20) != content:
-        write.replace(write.check_new("--file", file), content)
-    return file
