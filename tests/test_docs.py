@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import get_type_hints
 
 from dolmen.cli import VERBS
-from dolmen.cli.parse import options
+from dolmen.cli.parse import groups, options
 from dolmen.cli.runs import model_groups, run_options
 from dolmen.recipes import RECIPES
+from dolmen.serving.config import GenerateConfig, ServeConfig
 from dolmen.training.config import RunConfig
 
 ROOT = Path(__file__).parents[1]
@@ -101,6 +102,7 @@ def test_options_of_the_migrating_page_are_there():
     model = RECIPES["llama-8b"]().model
     known = run_options("train").keys() | options(model_groups(model)).keys()
     known |= {option.off for option in options(model_groups(model)).values() if option.switch}
+    known |= options(groups(ServeConfig)).keys() | options(groups(GenerateConfig)).keys()
     said = re.findall(r"`--([\w.-]+)", page)
     assert len(said) > 150 and sorted({*said} - known) == []
 
