@@ -40,9 +40,10 @@ def open_tallies(model: Decoder, scale: Float64[Tensor, ""]) -> dict[int, Router
 def local_tallies(
     model: Decoder, opened: Mapping[int, RouterLosses]
 ) -> Float64[Tensor, "layers experts_and_2"]:
-    """Return what this rank counted in a step: tokens per expert, and the sums of balance loss and
-    z-loss; 0 for layers of other stages, no rows for a dense model. The sum over the world counts
-    each token tp times.
+    """Return what the backward passes of this rank counted in a step, by layer: tokens per expert,
+    then the sums of balance loss and z-loss. 0 for layers of other pipeline stages and without
+    experts; no rows for a dense model. `opened`: as `open_tallies` returned. A sum over the world
+    counts each token tp times.
     """
     spec = model.spec
     rows = spec.layers if spec.experts else 0
@@ -97,8 +98,9 @@ def expert_loads(
 def update_router_bias(
     model: Decoder, tallies: Float[Tensor, "layers experts_and_2"], update: bool
 ) -> None:
-    """Move the routing biases of this rank's layers towards balance, in place, by the world's
-    tallies. Does nothing for a skipped step (`update` False) and without --train.router.balance
+    """Raise the routing bias of each expert with fewer tokens than its layer's mean, and lower that
+    of each with more, by --train.router.bias-rate, in place, for this rank's layers; by the tallies
+    of the world. Nothing for a skipped step (`update` False) and unless --train.router.balance is
     bias.
     """
     if not update or model.router.balance != "bias":

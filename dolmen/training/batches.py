@@ -57,8 +57,8 @@ class Batches(Protocol):
 
 @contextmanager
 def _ending() -> Iterator[None]:
-    """Context manager that turns a RewardError into Failed, which ends the run without a traceback
-    or a restart.
+    """Context manager: raise a RewardError as Failed with `final`, which ends the run without a
+    traceback and without a restart.
     """
     try:
         yield
@@ -67,8 +67,9 @@ def _ending() -> Iterator[None]:
 
 
 def forget_other(out: Path, step: int, changed: Iterable[str]) -> None:
-    """Delete the rollouts after `step` if an option that they depend on is among the `changed`
-    lines ("option: old -> new"): completions, rewards and log-probabilities are of the old options.
+    """Delete the stored rollouts in the run's folder of iterations from `step` on if an option that
+    they depend on is among the `changed` lines ("option: old -> new"): completions, rewards and
+    log-probabilities were made with the old options.
     """
     if any(line.startswith(ROLLOUT_OPTIONS) and not line.startswith(CHOSEN) for line in changed):
         delete_rollouts(out, range(step, sys.maxsize))
@@ -83,9 +84,10 @@ def rollout_batches(
     out: Path,
     checkpoints: Checkpoints,
 ) -> Iterator[RolloutBatches]:
-    """Context manager: yield the batches of completions that the model of `state` samples (with a
-    critic those of PPO). Worker processes of reward functions and environment run within. Raises
-    Failed where a reward fails and the run is to stop.
+    """Context manager: yield the source of batches that consist of completions sampled by the model
+    of `state`, with rewards and advantages (PPO's if it has a critic). Builds the generation,
+    reference and reward models; worker processes of reward functions and environment run within.
+    Raises Failed if a reward fails and --rollout.on-failure is stop.
     """
     run = resolved.config
     # sampling without dropout, and in the run's dtype: fp8 would make the generator another policy
@@ -143,7 +145,10 @@ def make_offloader(
     reference: Decoder | None,
     reward: CombinedReward,
 ) -> Offloader:
-    """Return the offloader of the run's models; with --rollout.offload none it moves nothing."""
+    """Return the offloader that moves models and optimizer states between device and host while
+    they are not needed: trained models, generation model, reference and reward models. With
+    --rollout.offload none it moves nothing.
+    """
     if run.rollout.offload == "none":
         return Offloader()
     learning = [state] if state.critic is None else [state, state.critic.state]
@@ -157,8 +162,8 @@ def make_offloader(
 def open_environment(
     run: RunConfig, loader: PromptLoader, mesh: Mesh
 ) -> Iterator[MultiTurn | None]:
-    """Context manager: yield the generator of multi-turn completions of --environment, whose worker
-    process runs within; None without one.
+    """Context manager: yield the object that turns completions into multi-turn ones by the user's
+    function --environment, whose worker process runs within; None without such a function.
     """
     if run.environment is None:
         yield None
@@ -169,8 +174,9 @@ def open_environment(
 
 
 def make_reward(resolved: ResolvedRun, state: TrainState, mesh: Mesh) -> CombinedReward:
-    """Return the weighted sum of the rewards in --reward. Reward models are loaded in the layout of
-    the trained model.
+    """Return an object that scores completions by the weighted sum of the rewards in --reward.
+    Reward models are loaded, in the layout of the trained model; reward functions run in worker
+    processes.
     """
     run, parts = resolved.config, []
     for weight, name in parse_rewards(run.reward):

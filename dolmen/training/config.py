@@ -55,6 +55,7 @@ class CheckpointConfig:
     """
 
     def __post_init__(self):
+        """Raise ValueError for snapshots in memory together with checkpoints at a URL."""
         if self.snapshot_every and self.to is not None:
             raise ValueError(
                 f"checkpoint.snapshot-every ({self.snapshot_every}) needs a folder that all hosts "
@@ -154,6 +155,7 @@ class TrainConfig:
         return Training(self.dropout, self.router, fp8=fp8)
 
     def __post_init__(self):
+        """Raise ValueError for options of fp8 that the chosen `precision` does not use."""
         changed = [f.name for f in fields(self.fp8) if getattr(self.fp8, f.name) != f.default]
         if changed and self.precision is None:
             raise ValueError(
@@ -201,11 +203,12 @@ class LogConfig:
 
     @property
     def trackers(self) -> tuple[str, ...]:
-        """The trackers of `to`, one by one."""
+        """Names of the experiment trackers in `to`, each once; empty for "none"."""
         names = [name.strip() for part in self.to for name in part.split(",")]
         return () if names == ["none"] else tuple(dict.fromkeys(names))
 
     def __post_init__(self):
+        """Raise ValueError for an unknown experiment tracker in `to`."""
         if unknown := [name for name in self.trackers if name not in TRACKER_NAMES]:
             raise ValueError(
                 f"log.to has {brief(unknown[0])}: {choices(unknown[0], TRACKER_NAMES)}"
@@ -266,6 +269,9 @@ class RunConfig:
     finish: FinishConfig = FinishConfig()
 
     def __post_init__(self):
+        """Raise ValueError for a model config that dolmen cannot read, and for a name of the run
+        that is no plain folder name.
+        """
         if self.model is not None:
             refuse_unreadable("model", self.model.config)
         if not self.name or "/" in self.name or self.name.startswith("."):
@@ -276,19 +282,19 @@ class RunConfig:
 
     @property
     def known_model(self) -> ModelConfig:
-        """`model`, of a run that has been checked, so that there is one."""
+        """The model of the run, for runs that have been checked to have one (asserted)."""
         assert self.model is not None
         return self.model
 
     @property
     def spec(self) -> ModelSpec:
-        """Spec of `model`, for a run that has been checked."""
+        """Spec of the run's model, without what training adds, for runs that have one."""
         return self.known_model.spec
 
     @cached_property
     def training(self) -> Training:
-        """Training options that act inside the model, adapters included. Raises ValueError for an
-        adapter that the model cannot have.
+        """Training options that act inside the model: dropout, router, fp8, adapters, exact
+        numerics. Raises ValueError for an adapter that the model cannot have.
         """
         leaves = None
         if self.train.numerics == "exact":
@@ -298,7 +304,9 @@ class RunConfig:
 
     @property
     def trained(self) -> ModelSpec:
-        """The model that is trained: what training adds with it."""
+        """Spec of the model that is trained: that of the run's model with what training adds
+        (adapters, router biases, fp8 and so on).
+        """
         return self.training.apply_to(self.spec)
 
     @property
@@ -310,12 +318,14 @@ class RunConfig:
 
     @property
     def sequence_length(self) -> int:
-        """Tokens of a training sequence, default filled in."""
+        """Tokens of a training sequence: --train.sequence-length, else 512 or the model's maximum
+        if that is less.
+        """
         return self.train.sequence_length or min(512, self.spec.max_position_embeddings)
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a global batch."""
+        """Tokens of a global batch, padding included."""
         return self.train.global_batch_size * self.sequence_length
 
     @property
@@ -341,8 +351,8 @@ class RunConfig:
             )
 
     def refuse_compiled(self) -> None:
-        """Raise ValueError if train.compile is set. For runs whose schedule splits backward, which
-        the caller checks.
+        """Raise ValueError if train.compile is set, as it cannot be combined with the run's
+        pipeline schedule; called only for schedules that split backward.
         """
         if self.train.compile:
             raise ValueError(
@@ -353,10 +363,10 @@ class RunConfig:
 
     @property
     def microbatch_size(self) -> int:
-        """Sequences a process computes at once: as given, else the largest divisor of its batch
-        within 4,096 tokens per process (4,096 x cp of a sequence that cp splits); in a pipeline one
-        that leaves 4 microbatches per stage or more, and a multiple of pp, where there is one. Of
-        pairs and completions an even one.
+        """Sequences that a process computes at once: --train.microbatch-size, else the largest
+        divisor of the process's batch with at most 4,096 tokens (4,096 x cp if cp splits
+        sequences). In a pipeline it leaves 4 or more microbatches per stage, and a number of
+        microbatches that is a multiple of pp, where possible. For pairs it is even.
         """
         if self.train.microbatch_size:
             return self.train.microbatch_size

@@ -66,6 +66,9 @@ class RunEvaluator:
     """
 
     def __init__(self, run: RunConfig, tokenizer: PreTrainedTokenizer, mesh: Mesh, out: Path):
+        """Read and tokenize the prompts of --evaluate.samples, open samples.jsonl in `out` (first
+        rank), and prepare a generation model if training's layout cannot generate. Collective.
+        """
         self.config, self.tokenizer, self.mesh = run.evaluate, tokenizer, mesh
         self.prompts: list[str] = []
         self.file = None
@@ -80,8 +83,9 @@ class RunEvaluator:
         self.prompt_tokens = [encode(tokenizer, prompt, run.known_model) for prompt in self.prompts]
 
     def scores(self, state: TrainState) -> dict[str, float]:
-        """Return {"tasks/TASK/METRIC": value} of the tasks in --evaluate.tasks, the same on every
-        rank; empty without tasks. Harness metrics lose their suffix ",none".
+        """Run the lm_eval tasks of --evaluate.tasks on the model of `state`, and return
+        {"tasks/TASK/METRIC": value}, the same on every rank; {} without tasks. The suffix ",none"
+        of lm_eval's metrics is dropped. Collective.
         """
         if not self.config.names:
             return {}
@@ -94,8 +98,9 @@ class RunEvaluator:
         }
 
     def samples(self, state: TrainState) -> list[str]:
-        """Return the continuation of each prompt of --evaluate.samples, and append a row for each
-        to samples.jsonl (first rank). Empty without prompts.
+        """Generate a continuation of each prompt of --evaluate.samples with the model of `state`,
+        append a row for each to samples.jsonl (first rank), and return the texts; [] without
+        prompts. Collective.
         """
         if not self.prompt_tokens:
             return []
@@ -110,9 +115,9 @@ class RunEvaluator:
                 loaded, self.tokenizer, self.prompt_tokens, options, seed=config.seed
             )
         if self.file is not None:
-            describe_source = {"tokens": state.tokens, "time": time.time()}
+            position = {"tokens": state.tokens, "time": time.time()}
             for prompt, text in zip(self.prompts, result, strict=True):
-                row = {"step": state.step, "prompt": prompt, "text": text, **describe_source}
+                row = {"step": state.step, "prompt": prompt, "text": text, **position}
                 self.file.write(json.dumps(row) + "\n")
         return result
 
@@ -137,8 +142,9 @@ class RunEvaluator:
 
 
 def _make_generator(run: RunConfig, mesh: Mesh) -> GenerationModel | None:
-    """Return a model for generation with training's tp and pp, one stage per rank and no cp, its
-    memory not allocated; None where training's own layout can generate.
+    """Return a second model for generation during evaluation, with training's tp and pp but one
+    stage per rank and no cp, whose memory is not allocated yet; None if training's own layout can
+    generate.
     """
     layout = run.layout
     if layout.virtual_stages == 1 and layout.cp == 1:
@@ -150,8 +156,8 @@ def _make_generator(run: RunConfig, mesh: Mesh) -> GenerationModel | None:
 
 
 def read_prompts(file: str) -> list[str]:
-    """Return the lines of a file that are not blank: one prompt each. Raises ValueError where there
-    is none.
+    """Return the prompts in the file of --evaluate.samples, its lines that are not blank. Raises
+    ValueError if there is none, or the file cannot be read or exceeds 1 MiB.
     """
     prompts = [line for line in gate.read_text(file, LARGEST).splitlines() if line.strip()]
     if not prompts:
@@ -175,8 +181,8 @@ class Calibration:
 
     @classmethod
     def from_metrics(cls, metrics: Mapping[str, float]) -> "Calibration":
-        """Return it from the metrics "sure I" and "right I" of bin I that CalibratedRewardLoss
-        computes.
+        """Return the calibration from the metrics "sure I" and "right I" of each bin I, which
+        CalibratedRewardLoss computes: the share of pairs in the bin, and of those ranked correctly.
         """
         confident, right = (
             [metrics[f"{name} {i}"] for i in range(BINS)] for name in ("sure", "right")
@@ -256,8 +262,8 @@ class SourceValidation:
     """Bits per byte before the first step."""
 
     def row(self) -> dict[str, float]:
-        """Return the entries of a row of metrics.jsonl: val_loss/SOURCE in nats per token, and
-        val_bits_per_byte/SOURCE.
+        """Return the results as entries of a row of metrics.jsonl: val_loss/SOURCE in nats per
+        token, and val_bits_per_byte/SOURCE where known.
         """
         losses = {f"val_loss/{name}": value for name, value in self.losses.items()}
         return losses | {
@@ -332,13 +338,16 @@ class Validator:
     """
 
     def __init__(self, run: RunConfig, loader: Loader, mesh: Mesh, out: Path, watch: Watch):
+        """Prepare validations of the run in the folder `out`, whose progress `watch` gets."""
         self.run, self.loader, self.mesh, self.out = run, loader, mesh, out
         self.watch = watch
         self.last: Validation | None = None
         self.kept: Validation | None = None
 
     def begin(self, saved: Validation | None) -> None:
-        """Start from the validation of the checkpoint that the run resumes from, if any."""
+        """Take the validation stored in the checkpoint that the run resumes from (None: none) as
+        the last one.
+        """
         self.last = self.kept = saved
 
     def measure(self, state: TrainState) -> tuple[dict[str, Any], list[str]]:

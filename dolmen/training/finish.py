@@ -45,7 +45,9 @@ def finish(run: RunConfig, out: Path) -> int:
 
 
 def _upload(url: str, out: Path, exported: Path | None) -> None:
-    """Upload the files of the run that has ended, and its `exported` model. Raises Failed."""
+    """Upload the files in the folder of a run that has ended to its URL, and its `exported` model
+    (None: none). Raises Failed where the storage does not take them.
+    """
     try:
         mirror.push_result(url, out, exported)
     except storage.StorageError as error:
@@ -55,8 +57,9 @@ def _upload(url: str, out: Path, exported: Path | None) -> None:
 
 
 def _export(out: Path, to: Path) -> None:
-    """Export the newest checkpoint of the run in `out` to the folder `to`, in place of an earlier
-    export. Raises Failed where that folder holds files that dolmen did not write.
+    """Export the newest checkpoint of the run in `out` as a transformers directory, the folder
+    `to`, after deleting an earlier export; list the files as written by dolmen. Raises Failed if
+    that folder holds files that dolmen did not write.
     """
     try:
         folder.remove_export(out)
@@ -92,8 +95,9 @@ def _sample(screen: Console, folder: Path, prompt: str) -> None:
 
 
 def _validation(run: RunConfig, outcome: dict) -> str:
-    """Describe the last validation of the run for the summary: loss with its unit, how much of the
-    validation split was read, and after which step. `outcome` is summary.json.
+    """Return a text about the last validation of the run for the final summary: loss with its unit,
+    how much of the validation split was read, and after which step unless the last. `outcome`: the
+    content of summary.json.
     """
     read, held_out, step = (outcome[n] for n in ("val_tokens", "held_out_tokens", "val_step"))
     tokens = f"{read:,}" if read == held_out else f"{read:,} of {held_out:,}"
@@ -152,8 +156,8 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
 
 
 def _next(run: RunConfig, out: Path) -> str:
-    """Return the shell command that most users need next: export if the run has no hf folder; else
-    GRPO after a reward model, chat after training on chats, verify for encoders (which cannot
+    """Return the dolmen command that most users need next: export if the run has no hf folder; else
+    train grpo after a reward model, chat after training on chats, verify for encoders (which cannot
     generate), or generate.
     """
     if not (out / "hf").exists():

@@ -132,7 +132,10 @@ class Unusable(ValueError):
 
 
 def claim(out: Path, *names: str) -> None:
-    """Add names to the list of what dolmen wrote in a folder, before writing them."""
+    """Add names of files or folders to the list in the run's folder (.dolmen) of what dolmen writes
+    there, which --overwrite may delete; call it before writing them. Names that are listed already
+    are not added again.
+    """
     known = _read_list(out) or set()
     if new := [name for name in names if name not in known]:
         write.replace(out / LIST, "".join(f"{name}\n" for name in [*sorted(known), *new]))
@@ -204,9 +207,9 @@ def require_own_files(out: Path) -> list[tuple[str, str]]:
 
 
 def check_names_free(out: Path, *some: str) -> None:
-    """Raise Unusable where a file that dolmen did not write has a name that the run will write:
-    those of WRITTEN, and of OPTIONAL those in `some`. The tokenizer of a run without a list is
-    exempt, as the same one is written again.
+    """Raise Unusable if an entry of the run's folder that dolmen did not write has a name that the
+    run will write: one that every run writes, or one of the optional names in `some`. The tokenizer
+    of a run without a list of files is exempt, as the same one is written again.
     """
     names = {*WRITTEN, *some}
     forms = [form for name, form in FORMS.items() if name not in OPTIONAL or name in some]
@@ -224,15 +227,17 @@ def check_names_free(out: Path, *some: str) -> None:
 
 
 def check_replaceable(out: Path, names: Iterable[str]) -> None:
-    """Raise Unusable where dolmen did not write one of the files of these names (relative paths)
-    that are in the folder.
+    """Raise Unusable if one of these files (relative paths) exists in the run's folder and dolmen
+    did not write it.
     """
     foreign = {path for path, _ in foreign_entries(out)} if out.is_dir() else set()
     _refuse_overwriting(out, [name for name in names if name in foreign])
 
 
 def _refuse_overwriting(out: Path, taken: list[str]) -> None:
-    """Raise Unusable for the entries `taken` of the folder, if there are any."""
+    """Raise Unusable if `taken` is not empty: relative paths of files in the run's folder that the
+    run would overwrite and dolmen did not write, of which the message names three.
+    """
     if taken:
         raise Unusable(
             f"a run in {out} would overwrite {', '.join(taken[:3])}, which dolmen did not write: "
@@ -256,8 +261,9 @@ def clear_run(out: Path, owner: str = "") -> None:
 
 
 def record_jobs(out: Path, owner: str) -> None:
-    """Record the jobs in `owner` in the run's folder, for engines that do not count restarts: a
-    later start of the same job is one.
+    """Write the ids of launchers' jobs in `owner` (a line each) into a file of the run's folder,
+    which is made if missing, for engines that do not count restarts: a later start by one of these
+    jobs is a restart.
     """
     out.mkdir(parents=True, exist_ok=True)
     write.replace(out / OWNER, owner)

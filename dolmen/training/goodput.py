@@ -75,7 +75,9 @@ class Waits(NamedTuple):
     collectives: Mapping[str, float]
 
     def share(self, name: str | None = None) -> float:
-        """Return the share of the seconds that were spent in a collective, or in any."""
+        """Return the share of the sampled seconds that were spent in the collective `name`, or in
+        any collective for None; 0 without samples.
+        """
         spent = sum(self.collectives.values()) if name is None else self.collectives.get(name, 0.0)
         return spent / self.seconds if self.seconds else 0.0
 
@@ -87,13 +89,16 @@ class WaitSampler:
     """
 
     def __init__(self):
+        """Prepare to sample the calling thread; nothing is sampled yet."""
         self.active = False
         self.main, self.ended = threading.get_ident(), threading.Event()
         self.seconds, self.collectives = 0.0, dict[str, float]()
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Context manager: a thread samples within."""
+        """Context manager: a second thread samples the first one every 20 ms, while `active` is
+        set, until the context is left.
+        """
         thread = threading.Thread(target=self._run, name="waits", daemon=True)
         thread.start()
         try:
@@ -103,7 +108,10 @@ class WaitSampler:
             thread.join()
 
     def _run(self) -> None:
-        """Body of the sampling thread."""
+        """Run the sampling thread until the context of `sampling` ends: every 20 ms, if `active`,
+        add the time since the last sample to the seconds, and to those of the collective in which
+        the sampled thread is, if any.
+        """
         last = time.time()
         while not self.ended.wait(PERIOD):
             now = time.time()
@@ -115,7 +123,9 @@ class WaitSampler:
             last = now
 
     def take(self) -> Waits:
-        """Return what was sampled since the last call."""
+        """Return the seconds sampled since the last call, and those in each collective, and start
+        from 0 again.
+        """
         taken = Waits(self.seconds, self.collectives)
         self.seconds, self.collectives = 0.0, {}
         return taken
@@ -127,6 +137,9 @@ class GoodputTimer:
     """
 
     def __init__(self, joined: JoinTimes | None = None):
+        """Start the timer in the phase "start", with the times that this process took to start and
+        to join the others; without `joined` the run starts now.
+        """
         now = time.time()
         times = joined or JoinTimes(now, now, now)
         self.seconds = dict.fromkeys(PHASES, 0.0)
@@ -201,14 +214,16 @@ class GoodputTimer:
         self.split = self.seconds["steps"]
 
     def close(self) -> None:
-        """Write the sums; the time after this is not counted."""
+        """Write the sums of seconds to goodput.json a last time, and stop writing."""
         self.switch("other")
         if self.file is not None:
             self._write()
             self.file = None
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each phase, which sum to one."""
+        """Return phase -> its share of the run's wall time so far; they sum to one. {} if no time
+        has passed.
+        """
         total = sum(self.seconds.values())
         return {phase: seconds / total for phase, seconds in self.seconds.items()} if total else {}
 
@@ -221,7 +236,9 @@ class GoodputTimer:
         return {n: self.slow[n] / total for n in worst if self.slow[n] >= NAMED * total}
 
     def _write(self) -> None:
-        """Write the sums to the file."""
+        """Write the seconds of each phase, the slow ranks and the last step reached to
+        goodput.json.
+        """
         assert self.file is not None
         self.written = self.since
         row = {
@@ -234,8 +251,9 @@ class GoodputTimer:
 
 
 def slowest(waits: list[Waits]) -> tuple[float, str]:
-    """Return how much larger the share of time in collectives is on the rank that waits most than
-    on the one that waits least, and a name for the latter, with the collective that it delays most.
+    """Return by how much the share of time in collectives is larger on the rank that waits most
+    than on the one that waits least (the slow one), and a text "rank N delays COLLECTIVE" about the
+    latter; (0, "") if no rank waits more than another. `waits`: by rank.
     """
     by_share = sorted(range(len(waits)), key=lambda rank: waits[rank].share())
     fast, slow = waits[by_share[-1]], waits[by_share[0]]
@@ -254,7 +272,9 @@ def _read(file: Path) -> dict | None:
 
 
 def describe(shares: Mapping[str, float]) -> str:
-    """Return the shares as text: goodput, then all other phases of at least a percent."""
+    """Return the shares of wall time as text: productive steps (goodput) first, then all other
+    phases of at least half a percent, the largest first.
+    """
     rest = {name: share for name, share in shares.items() if name != "steps" and share >= 0.005}
     order = sorted(rest, key=lambda name: -rest[name])
     text = f"{shares.get('steps', 0.0):.0%} of the wall time in productive steps"

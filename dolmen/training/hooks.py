@@ -71,6 +71,11 @@ class TrainingHooks:
         timeline: GoodputTimer,
         snapshots: MemorySnapshots | None,
     ):
+        """Open metrics.jsonl and history.jsonl and start the experiment trackers (first rank), and
+        prepare validation, evaluation and profile. `checkpoints`, `snapshots`: where states are
+        saved; `peak`: FLOP/s for MFU; `started_at`: start of the run by time.monotonic(), moved
+        back by the seconds of earlier starts; `on_metrics`: called with each row, on every rank.
+        """
         self.stop = stop
         # a dynamic loss scale starts at 2^16 and is halved at each overflow: 16 skipped steps in a
         # row are a search, not a failure
@@ -117,16 +122,17 @@ class TrainingHooks:
         self.since, self.tokens_since = time.monotonic(), 0
 
     def _start_trackers(self, step: int) -> list[TrackerThread]:
-        """Start the thread of each experiment tracker of --log.to, for a run that starts at
-        `step`.
+        """Start a thread for each experiment tracker in --log.to, for a run that starts at `step`,
+        and return them.
         """
         run_config = self.run
         run = TrackedRun(self.out, run_config.name, self.run_id, step, to_dict(run_config))
         return [TrackerThread(name, run, self.line.say) for name in run_config.log.trackers]
 
     def table(self) -> list[tuple[int, Hook]]:
-        """Return the hooks as (every so many steps, hook), in the order in which they are
-        called.
+        """Return the hooks of the run as (number of steps between calls, method), in the order in
+        which they are called after a step: counting, logging, validation, evaluation, saves and so
+        on, those that the options ask for. 0 stands for the last step only.
         """
         # order matters: `count` may end the run before anything is written, and `save` comes after
         # validation, whose result is part of the checkpoint
@@ -151,9 +157,10 @@ class TrainingHooks:
         ]
 
     def count(self, state: TrainState, m: StepMetrics) -> None:
-        """Add the step's tokens and skip to the counters of these hooks; `state` is only read.
-        Print why a step was skipped, and once that trainer and generator disagree on
-        log-probabilities. Raises FloatingPointError after `max_skips` skipped steps in a row.
+        """Count the step's tokens and whether it was skipped. Prints why a step was skipped; once,
+        that trainer and generator disagree on log-probabilities; and after the last step, that all
+        rewards of the run were equal. Raises FloatingPointError after `max_skips` skipped steps in
+        a row.
         """
         self.tokens_since += m.tokens
         self.skipped += m.skipped
@@ -276,9 +283,9 @@ class TrainingHooks:
         self.since += time.monotonic() - started_at  # not the training's time
 
     def validate(self, state: TrainState, m: StepMetrics | None) -> None:
-        """Validate; write the result to metrics.jsonl and the trackers, and print it. `m` is not
-        read, and None before the first step. Does nothing once a stop signal was agreed on; its
-        time is left out of tokens per second.
+        """Compute the loss on the validation split, write the result to metrics.jsonl and the
+        trackers, and print it. `m` is not read, and None before the first step. Does nothing once a
+        stop signal was agreed on; its time is left out of tokens per second.
         """
         if self.stop.agreed_signal:
             return  # the time left is for saving
@@ -292,8 +299,10 @@ class TrainingHooks:
             self.line.say(line)
 
     def evaluate(self, state: TrainState, m: StepMetrics) -> None:
-        """Score the tasks and sample after the prompts of --evaluate; write and print the scores,
-        and print the first sample. Does nothing once a stop signal was agreed on.
+        """Score the model on the tasks of --evaluate.tasks and generate after the prompts of
+        --evaluate.samples; write the scores to metrics.jsonl and the trackers and the samples to
+        samples.jsonl, and print the scores and the first sample. Does nothing once a stop signal
+        was agreed on.
         """
         if self.evaluator is None or self.stop.agreed_signal:
             return  # the time left is for saving
@@ -329,7 +338,9 @@ class TrainingHooks:
             self.line.say(f"WARNING: the last snapshot in memory was not saved: {error}")
 
     def _checkpoint_state(self, state: TrainState) -> Saved:
-        """Return what a checkpoint of this step stores besides tensors."""
+        """Return what a checkpoint of this step stores besides tensors (state.json): options, step,
+        tokens, data position, loss scale, last validation and so on.
+        """
         return Saved(
             run=to_dict(self.run),
             step=state.step,
@@ -347,15 +358,15 @@ class TrainingHooks:
         )
 
     def poll(self, state: TrainState, m: StepMetrics) -> None:
-        """Raise NotSaved as soon as a save in the background has failed, on every rank, and not
-        only at the next save. A save in progress is not waited for.
+        """Raise NotSaved, on every rank, if the last save in the background has failed; without
+        this hook it would be raised at the next save. A save in progress is not waited for.
         """
         if self.checkpoints.poll():
             self.checkpoints.finish()
 
     def collect_garbage(self, state: TrainState, m: StepMetrics) -> None:
-        """Collect Python's garbage after certain steps, the same on every rank
-        (training/loop.py).
+        """Run Python's garbage collector after steps that are multiples of 50, so that all ranks do
+        it after the same steps (`loop.collect_garbage`).
         """
         loop.collect_garbage(state.step)
 
@@ -380,8 +391,9 @@ class TrainingHooks:
         self.history.add(state.step, row)
 
     def close(self, step: int, ended: str) -> None:
-        """Close files, trackers and the progress line, add how the run `ended` after `step`
-        ("done", "failed" or a signal's name) to history.jsonl, and draw loss.png.
+        """Add how the run `ended` after `step` ("done", "failed" or a signal's name) to
+        history.jsonl, close all files, trackers and the progress line, and draw loss.png (first
+        rank).
         """
         self.history.add(step, {"ended": ended})
         self.history.close()
@@ -400,8 +412,8 @@ class TrainingHooks:
 
 
 def memory_gib(mesh: Mesh) -> float:
-    """Return the peak memory of this process in GiB: the GPU allocator's, or the resident set on
-    CPU.
+    """Return the peak memory of this process so far, in GiB: allocated on its GPU by torch, or on a
+    CPU the resident set.
     """
     if mesh.device.type == "cuda":
         return torch.cuda.max_memory_allocated(mesh.device) / 2**30

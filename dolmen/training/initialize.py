@@ -34,9 +34,10 @@ from dolmen.training.state import Critic, PretrainingLoss, SpikePolicy, TrainSta
 
 
 def make_state(resolved: ResolvedRun, mesh: Mesh, steps: int) -> TrainState:
-    """Return the training state at step 0: the sharded model with its initial weights, the
-    optimizer with its moments (those of --init on request), the objective. `steps` is the length of
-    the run. Connects the ranks of pp.
+    """Return the training state at step 0: the sharded model with its initial weights (of --init,
+    else random), the optimizer with its moments (those of --init if requested, else 0), the
+    objective. `steps` is the length of the run. Opens the channels between the ranks of pp.
+    Collective. With exact numerics, raises ValueError on a machine that cannot compute them.
     """
     run = resolved.config
     schedule = run.layout.make_schedule(run.train.global_batch_size, run.microbatch_size)
@@ -56,8 +57,9 @@ def make_state(resolved: ResolvedRun, mesh: Mesh, steps: int) -> TrainState:
 
 
 def make_critic(resolved: ResolvedRun, policy: TrainState, mesh: Mesh) -> Critic:
-    """Return the critic of a `policy` at step 0: a model of the same shape with a scalar head for
-    values, its initial weights, its own optimizer, and the controller of the KL coefficient.
+    """Return the critic of PPO for the state `policy`, at step 0: a model of the policy's shape
+    with a scalar head for values, with its initial weights (of --critic.init, else the policy's
+    initial model), its own optimizer, and the controller of the KL coefficient.
     """
     run = resolved.config
     model = build_model(run, replace(run.spec, head=ScalarHeadSpec()), policy.schedule, mesh)
@@ -77,23 +79,23 @@ def make_critic(resolved: ResolvedRun, policy: TrainState, mesh: Mesh) -> Critic
 
 
 def make_pretraining(run: RunConfig, loader: Loader, mesh: Mesh) -> PretrainingLoss | None:
-    """Return the pretraining loss that PPO mixes in (PPO-ptx), or None where the loader has no
-    text.
+    """Return the pretraining loss that PPO mixes into its own (PPO-ptx), with this rank's batches
+    of text; None if the loader has no pretraining text.
     """
     if not isinstance(loader, PromptLoader) or loader.text is None:
         return None
     text = loader.text
 
     def batch(step: int) -> Batch:
-        """Return this rank's rows of text of a step."""
+        """Return this rank's rows of the pretraining text for a step."""
         return text.batch(step, mesh.dp.rank, mesh.dp.size).read_by(run.spec)
 
     return PretrainingLoss(run.ppo.pretraining_coef, batch)
 
 
 def build_model(run: RunConfig, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Decoder:
-    """Return a sharded model of `spec` as `run` trains it (adapters, dropout, fp8, compilation).
-    Its values are not initialized.
+    """Return a model of `spec`, sharded over `mesh` and set up as the run trains it (adapters,
+    dropout, fp8, compilation, dtypes). The values of its parameters are not initialized.
     """
     return build.build(
         spec,
@@ -108,8 +110,8 @@ def build_model(run: RunConfig, spec: ModelSpec, schedule: Schedule, mesh: Mesh)
 
 
 def load_initial(model: Decoder, source: ModelSource | None, run: RunConfig) -> None:
-    """Initialize a model in place: load the weights that `source` has, and sample all others
-    (adapters, router biases, a scalar head) from the run's seed; all of them where it is None.
+    """Initialize a model's parameters in place: load those that `source` has, and sample all others
+    (adapters, router biases, a scalar head) from the run's seed. `source` None: sample all.
     """
     if source is None:
         build.initialize(model, run.train.seed)
@@ -153,8 +155,8 @@ def initial_state(
 
 
 def _load_moments(resolved: ResolvedRun, model: Decoder, optimizer: optim.Optimizer) -> int:
-    """Load the optimizer moments of the initial model; return the number of updates they come
-    from.
+    """Load the AdamW moments and the step count of the initial model into the optimizer, and return
+    that step count.
     """
     assert resolved.weights is not None
     moments = resolved.weights.moments
@@ -166,7 +168,9 @@ def _load_moments(resolved: ResolvedRun, model: Decoder, optimizer: optim.Optimi
 
 
 def _load_scales(model: Decoder, source: ModelSource) -> None:
-    """Load the scales of delayed fp8 scaling that the source stores, by weight name."""
+    """Load into `model` the scales of delayed fp8 scaling that the source stores for its weights;
+    nothing if the model has no delayed scaling.
+    """
     delayed = model.delayed_scaling()
     known = source.scaling if delayed else {}
     for name in delayed.keys() & known.keys():

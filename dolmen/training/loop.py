@@ -36,8 +36,8 @@ ALL = 1000  # steps between whole ones: of what was kept for a while, as by a sa
 
 @contextmanager
 def manual_gc() -> Iterator[None]:
-    """Context manager that disables Python's automatic garbage collection; the body calls
-    `collect_garbage` instead.
+    """Context manager that disables Python's automatic garbage collection and restores it on
+    leaving, if it was enabled; the body calls `collect_garbage` instead.
     """
     was = gc.isenabled()
     gc.disable()
@@ -49,7 +49,9 @@ def manual_gc() -> Iterator[None]:
 
 
 def collect_garbage(step: int) -> None:
-    """Collect garbage after `step` steps: young objects every 50, all every 1,000."""
+    """Run Python's garbage collector if `step` is a multiple of 50: over all objects for multiples
+    of 1,000, otherwise over the younger generations.
+    """
     if step % ALL == 0:
         gc.collect()
     elif step % YOUNG == 0:
@@ -60,11 +62,14 @@ class _RecompileLimitHandler(logging.Handler):
     """Logging handler that reports torch.compile's recompile limit in a sentence."""
 
     def __init__(self, report: Callable[[str], None]):
+        """`report`: called with the text of each warning."""
         super().__init__(logging.WARNING)
         self.report = report
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Report a record about a function that torch.compile gave up on; ignore all others."""
+        """Report a log record in which torch.compile gives up on a function as a warning in one
+        sentence; ignore all other records.
+        """
         if not record.msg.startswith(strings.GAVE_UP):
             return
         assert record.args is not None, record.msg

@@ -50,7 +50,7 @@ POSITION_FIELDS = ("step", "time")
 
 
 def read_metrics(file: Path) -> list[dict]:
-    """Return the rows of metrics.jsonl up to the first damaged line; none where the file does not
+    """Return the rows of a metrics.jsonl up to the first damaged line; [] where the file does not
     exist. Raises Refused where the path is not a file.
     """
     rows: list[dict] = []
@@ -72,6 +72,9 @@ class MetricsFile:
     """
 
     def __init__(self, file: Path, step: int):
+        """Open metrics.jsonl to append to, after dropping the rows of steps after `step`, all for
+        0; a file that is damaged before its last line is first copied to metrics.damaged.jsonl.
+        """
         rows = read_metrics(file)
         kept_rows = [row for row in rows if row["step"] <= step] if step else []
         self.reached = max((row["step"] for row in rows), default=step)
@@ -102,10 +105,11 @@ class CallbackWriter:
     """Passes rows of metrics to a function."""
 
     def __init__(self, function: MetricsCallback):
+        """`function`: called with each row of metrics."""
         self.write = function
 
     def close(self) -> None:
-        """Do nothing: there is nothing to close."""
+        """Do nothing: a function needs no closing."""
 
 
 Completions = Sequence[Mapping[str, Any]]
@@ -123,7 +127,10 @@ def completion_table(rows: Completions) -> list[list[Any]]:
 
 
 def completion_as_markdown(row: Mapping[str, Any]) -> str:
-    """Return a completion as Markdown, its texts as code, so that nothing in them is markup."""
+    """Return a sampled completion as Markdown: reward, length and whether it is finished, then
+    prompt and completion as code blocks, so that nothing in them is markup. `row`: of
+    completions.jsonl.
+    """
     reward = f"reward {row['reward']:.4g}" if "reward" in row else "no reward"
     end = "finished" if row["finished"] else "truncated"
     facts = f"**{reward}, {plural(row['tokens'], 'token')}, {end}**"
@@ -142,6 +149,7 @@ class TensorBoard:
     notice = ""
 
     def __init__(self, folder: Path, step: int):
+        """Open a file of events in `folder`; events of steps after `step` > 0 are hidden."""
         from torch.utils.tensorboard import SummaryWriter
 
         # purge_step hides the events of steps that will be repeated
@@ -154,7 +162,9 @@ class TensorBoard:
                 self.writer.add_scalar(name, value, row["step"])
 
     def write_completions(self, rows: Completions) -> None:
-        """Write completions as text of their iteration's first update."""
+        """Write sampled completions as text (Markdown), at the step of the first update of their
+        iteration.
+        """
         # rows are of few iterations: those sampled since the last logged step
         steps = {row["step"] for row in rows}
         for step in sorted(steps):
@@ -203,8 +213,8 @@ def plot(file: Path, to: Path, title: str) -> None:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Return the exponential running mean over about a twentieth of the run, with bias correction
-    at its start.
+    """Return the exponential running mean of the values, over about a twentieth of them, with bias
+    correction at the start.
     """
     # bias correction as Adam's: divide by the weight that the mean has received
     keep = 1 - 1 / max(2, len(values) / 20)
@@ -224,6 +234,9 @@ class HistoryFile:
     """
 
     def __init__(self, file: Path | None):
+        """Open history.jsonl to append to; a last line that a crash has cut is ended first. None:
+        nothing is opened or written.
+        """
         self.handle = None if file is None else write.append(file)
         if self.handle is not None and file is not None and _is_cut(file):
             self.handle.write("\n")  # a crash has cut the last row short: it ends here
@@ -252,12 +265,12 @@ def _is_cut(file: Path) -> bool:
 
 
 def run_id(file: Path, step: int) -> str:
-    """Return the run's id in experiment trackers: the last one in its history file when it resumes
-    from `step` > 0, else a new random one.
+    """Return the id by which experiment trackers know the run: if it resumes from `step` > 0, the
+    last one in its history.jsonl, `file`; otherwise, or without one, a new random id.
     """
     rows = list(Tail(file, kinds.HISTORY_ROW).read()) if step else []
-    authorized = [row["run_id"] for row in rows if "run_id" in row]
-    return authorized[-1] if authorized else secrets.token_hex(8)
+    ids = [row["run_id"] for row in rows if "run_id" in row]
+    return ids[-1] if ids else secrets.token_hex(8)
 
 
 def gather_ranks(value: float, mesh: Mesh) -> list[float]:
@@ -295,11 +308,11 @@ class Logger(Protocol):
     """A message for the user, or an empty string."""
 
     def write(self, row: Mapping[str, float]) -> None:
-        """Log the metrics of a row at the row's step."""
+        """Log the metrics of a row of metrics.jsonl at the row's step."""
         ...
 
     def write_completions(self, rows: Completions) -> None:
-        """Log sampled completions."""
+        """Log rows of sampled completions (prompt, completion, reward, ...)."""
         ...
 
     def close(self) -> None:
@@ -314,6 +327,7 @@ class WandB:
     """
 
     def __init__(self, run: TrackedRun):
+        """Start the run in Weights & Biases, or resume it; offline if there is no API key."""
         import wandb
 
         settings = wandb.setup().settings
@@ -362,6 +376,7 @@ class Trackio:
     notice = ""
 
     def __init__(self, run: TrackedRun):
+        """Start the run in trackio, or resume it."""
         import trackio
 
         self.run = trackio.init(
@@ -411,6 +426,9 @@ class TrackerThread:
     """
 
     def __init__(self, name: str, run: TrackedRun, report: Callable[[str], None]):
+        """Start the thread of the tracker `name` (tensorboard, wandb or trackio) for the run.
+        `report`: called with messages for the user.
+        """
         self.name, self.report = name, report
         self.failed = False
         # daemon: a tracker that hangs does not keep the process alive
@@ -419,16 +437,16 @@ class TrackerThread:
         self.thread.start()
 
     def write(self, row: Mapping[str, float]) -> None:
-        """Queue a row of metrics."""
+        """Queue a row of metrics for the tracker's thread, without waiting."""
         self._enqueue(row)
 
     def write_completions(self, rows: Completions) -> None:
-        """Queue rows of completions."""
+        """Queue rows of sampled completions for the tracker's thread, without waiting."""
         self._enqueue(rows)
 
     def _enqueue(self, row: Mapping[str, float] | Completions) -> None:
-        """Queue rows without waiting; a full queue ends the tracker, and after that nothing is
-        queued.
+        """Queue a row of metrics or rows of completions without waiting. A full queue ends the
+        tracker with a warning; after that nothing is queued.
         """
         if self.failed:
             return
@@ -438,8 +456,8 @@ class TrackerThread:
             self._fail(f"it is {MAX_QUEUED:,} rows behind")
 
     def close(self) -> None:
-        """Let the tracker write what is queued and close, for CLOSE_SECONDS at most; report one
-        that has not ended by then.
+        """Let the tracker's thread write what is queued and close, and wait for it for 60 s at
+        most; report a tracker that has not ended by then.
         """
         if self.failed:
             return
@@ -453,8 +471,8 @@ class TrackerThread:
             self._fail(f"it has not ended within {CLOSE_SECONDS:g} s")
 
     def _live(self, run: TrackedRun) -> None:
-        """Body of the thread: open the tracker, write what is queued until None comes, close. Any
-        exception is reported and ends it.
+        """Run the tracker's thread: open the tracker, write what is queued until None comes, close
+        it. Any exception is reported and ends the thread.
         """
         try:
             logger = TRACKERS[self.name](run)
@@ -470,7 +488,9 @@ class TrackerThread:
             self._fail(" ".join(f"{type(error).__name__}: {error}".split())[:300])
 
     def _fail(self, why: str) -> None:
-        """Stop feeding the tracker and report why, the first time only."""
+        """Queue no more rows for the tracker, and report the reason `why`; only the first call does
+        anything.
+        """
         if not self.failed:
             self.failed = True
             self.report(
@@ -480,7 +500,7 @@ class TrackerThread:
 
 
 def not_installed(names: Iterable[str]) -> list[str]:
-    """Return those of the trackers whose package is not installed."""
+    """Return those of the trackers, by package name, whose package is not installed."""
     return [name for name in names if find_spec(name) is None]
 
 

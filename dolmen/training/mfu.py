@@ -56,8 +56,9 @@ class Peak:
     """
 
     def utilization(self, flops: float, ranks: int) -> dict[str, float]:
-        """Model FLOPs utilization of `ranks` devices that do `flops` a second together, as a share
-        of either peak: {"mfu_measured", and "mfu_datasheet" where there is one}.
+        """Return the model FLOPs utilization of `ranks` devices that compute `flops` FLOP/s
+        together, as a share of their peak: {"mfu_measured": of the measured peak, "mfu_datasheet":
+        of the datasheet's, if there is one}.
         """
         out = {"mfu_measured": flops / (self.measured * ranks)}
         if self.datasheet is not None:
@@ -75,8 +76,8 @@ class Peak:
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> Peak:
-    """Return two peaks of this device in `dtype`, in FLOP/s: measured, which takes a quarter of a
-    second, and of its datasheet.
+    """Return the peak FLOP/s of matrix products on this device in `dtype`: measured now, which
+    takes a quarter of a second, and from its datasheet, if known.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return Peak(matmul_peak(device, dtype), datasheet(name, dtype))

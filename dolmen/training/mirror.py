@@ -41,8 +41,9 @@ whatever else is at a URL without it, but for files of a first checkpoint, is no
 
 
 def check_out(out: Path, to: str | None, resume: bool, overwrite: bool) -> None:
-    """Check the run's folder, and its URL `to`, before anything is written. Raises ValueError as
-    `check_folder` and `check_url`.
+    """Raise ValueError if the run's folder, or its URL `to` (None: none), already holds something
+    that --resume or --overwrite does not permit to continue or delete, or cannot be used. Nothing
+    of the run is written.
     """
     check_folder(out, resume, overwrite)
     if to is not None:
@@ -50,9 +51,9 @@ def check_out(out: Path, to: str | None, resume: bool, overwrite: bool) -> None:
 
 
 def check_url(url: str, resume: bool, overwrite: bool) -> None:
-    """Raise ValueError where objects are at the URL of a run, unless it resumes, and objects that
-    a run would overwrite, and none has written, even then; or where the storage cannot be used.
-    Raises StorageError where it does not answer.
+    """Raise ValueError if objects are at the URL of a run and it does not `resume` (`overwrite`
+    deletes no objects), or if one of them, which no run has written, would be overwritten even
+    then, or the storage cannot be used. Raises StorageError where it does not answer.
     """
     files = RemoteFolder(url).files()
     if files and overwrite:
@@ -76,15 +77,17 @@ def check_url(url: str, resume: bool, overwrite: bool) -> None:
 
 
 def open_checkpoints(url: str, out: Path) -> RemoteCheckpoints:
-    """Return the checkpoints of the run in the folder `out` at its URL."""
+    """Return the checkpoints at the URL of the run in the folder `out`, with a function that
+    uploads the run's other files before each seal. No request is made.
+    """
     return RemoteCheckpoints(f"{url}/checkpoints", out / "checkpoints", RunUploader(out, url))
 
 
 def pull_run(url: str, out: Path) -> None:
-    """Bring the run's local folder up to the newest complete checkpoint at the URL: its small
-    files, and the other files of the run. Tensors are downloaded when they are read. A local folder
-    that is further, or as far, stays as it is. Raises Unusable where local checkpoints are of
-    another run, and StorageError.
+    """Bring the run's local folder `out` up to its URL for a resume: download the small files of
+    every complete checkpoint there and, if the URL has a later checkpoint than the folder, the
+    run's other files. Tensors are downloaded when they are read. Ranks of a host wait for each
+    other. Raises ValueError where local checkpoints are of another run, and StorageError.
     """
     checkpoints = open_checkpoints(url, out)
     # ranks of a host wait: the first one downloads
@@ -99,8 +102,9 @@ def pull_run(url: str, out: Path) -> None:
 
 
 def _pull_files(url: str, out: Path) -> None:
-    """Download the files of a run besides checkpoints and exports, over those that are there.
-    Raises Unusable, with nothing written, where dolmen did not write one of these.
+    """Download the files at a run's URL besides checkpoints and exports into the folder `out`,
+    replacing local ones. Raises Unusable, with nothing written, if dolmen did not write one of the
+    local files that would be replaced.
     """
     remote, files = RemoteFolder(url), dict[str, StoredFile]()
     for name, stored in remote.files().items():
@@ -121,12 +125,13 @@ class RunUploader:
     """
 
     def __init__(self, out: Path, url: str):
+        """`out`: folder of the run; `url`: of the run. Nothing counts as uploaded yet."""
         self.out, self.url = out, url
         self._uploaded: dict[str, tuple[int, int]] = {}  # name -> size and time
 
     def __call__(self) -> None:
-        """Upload what has changed; of rollouts that are gone delete the objects. Raises
-        StorageError.
+        """Upload the run's files (not checkpoints and exports) that have changed since the last
+        call, by size and time; delete objects whose files are gone since then. Raises StorageError.
         """
         remote, present = RemoteFolder(self.url), {}
         for first in MIRRORED:
@@ -154,8 +159,8 @@ class RunUploader:
 
 
 def push_result(url: str, out: Path, exported: Path | None) -> None:
-    """Upload what a run has written at its end: its files, and the `exported` model if it has one.
-    Raises StorageError.
+    """Upload what a run has written by its end to its URL: its files besides checkpoints, and the
+    folder of its `exported` model if it has one. Raises StorageError.
     """
     RunUploader(out, url)()
     if exported is not None:

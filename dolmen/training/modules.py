@@ -38,9 +38,10 @@ class ModuleStepMetrics(NamedTuple):
 
 
 def adamw(module: nn.Module, config: OptimizerConfig) -> AdamW:
-    """Return AdamW over the module's trainable parameters, as a run has it: weight decay for
-    matrices, none for vectors. Over sharded parameters its update takes a tenth of the time of
-    torch's own (optim/optimizer.py).
+    """Return an AdamW optimizer over the module's trainable parameters with the options of `config`
+    (learning rate, betas, eps, weight decay), as a run has it: weight decay for matrices, none for
+    vectors. It is dolmen's own class, whose update of sharded parameters takes a tenth of the time
+    of torch's.
     """
     trained = [p for p in module.parameters() if p.requires_grad]
     kinds = [
@@ -97,8 +98,8 @@ def step(
 
 
 def _backward(module: nn.Module, loss: Tensor | Iterable[Tensor], mesh: Mesh) -> Float[Tensor, ""]:
-    """Run backward of the loss, or of the loss of each microbatch, and reduce the gradients. Return
-    this rank's sum of the losses, in fp64. Raises ValueError for no loss.
+    """Run backward of the loss, or of the loss of each microbatch in turn, and reduce the gradients
+    over dp (FSDP). Return the sum of this rank's losses, in fp64. Raises ValueError without a loss.
     """
     if isinstance(loss, Tensor):
         reduction = data.Reduction(module, 0, False)
@@ -158,7 +159,7 @@ def restore(
         _initialize_state(optimizer)
         tensors, local_numbers = _checkpoint_state(module, optimizer)
         stored_kinds, own_kinds = (
-            {_kind(n) for n in some} for some in (stored_state, {*tensors, *local_numbers})
+            {_kind(n) for n in names} for names in (stored_state, {*tensors, *local_numbers})
         )
         if stored_state and stored_kinds != own_kinds - {_kind(MODEL)}:
             message = f"{type(optimizer).__name__} keeps {sorted(own_kinds - {_kind(MODEL)})}"
@@ -185,8 +186,8 @@ def restore(
 
 
 def _kind(name: str) -> str:
-    """Return the part of a checkpoint's tensor name before the slash: "model", or the optimizer's
-    name for a state, such as "exp_avg".
+    """Return the part of a checkpoint's tensor name before the slash: "model" for a parameter, or
+    the optimizer's name for its state, such as "exp_avg".
     """
     return name.partition("/")[0]
 
@@ -220,9 +221,9 @@ def _parameter_names(
 def _checkpoint_state(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors and the numbers that a checkpoint stores, each by name, after resharding
-    what FSDP has gathered. Raises ValueError for an optimizer state that another layout could not
-    read.
+    """Return (tensors, numbers) that a checkpoint stores of module and optimizer, each by name,
+    after resharding parameters that FSDP has gathered. Raises ValueError for an optimizer state
+    that another layout could not read.
     """
     for unit in data.units(module):
         unit.reshard()  # after a forward without backward it shows what was gathered

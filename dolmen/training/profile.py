@@ -41,6 +41,7 @@ class StepRecording:
     """
 
     def __init__(self, device: torch.device):
+        """Prepare, not start, a profiler of the CPU, and of `device` if that is a GPU."""
         self.device = device
         kinds = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":
@@ -95,13 +96,15 @@ class StepRecording:
         return trace
 
     def tabulate(self) -> tuple[ProfileTable, Mapping[str, list[float]]]:
-        """Return the step's time by kind of work, and the seconds of each collective call by
-        kind.
+        """Return a table of the recorded step's time by kind of work, and, by kind of collective,
+        the seconds of each call.
         """
         return profile_table.tabulate(self.profiler.events() or ())
 
     def operators(self) -> str:
-        """Return a table, as text, of the operators (OPERATORS of them) with most self time."""
+        """Return a table, as text, of the 30 operators of the recorded step with most self time, on
+        the GPU if there is one.
+        """
         by = "self_device_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
         return self.profiler.key_averages().table(sort_by=by, row_limit=OPERATORS)
 
@@ -122,6 +125,7 @@ class Profile:
     """
 
     def __init__(self, number: int | None, mesh: Mesh, out: Path):
+        """`number`: the step to profile, counted from 1; None: none. `out`: folder of the run."""
         self.number, self.mesh, self.out = number, mesh, out
         self.recording: StepRecording | None = None
 
@@ -142,7 +146,9 @@ class Profile:
             yield
 
     def close(self) -> None:
-        """Stop the profiler of a run that ends before the step that was to be profiled."""
+        """Stop the profiler if it is running, as when the run ends before the step that was to be
+        profiled.
+        """
         if self.recording is not None:
             self.recording.stop()
 
@@ -168,14 +174,14 @@ class Profile:
                 folder.claim(self.out, "profile")
             if reports:
                 packed = gzip.compress(recording.trace(), 6, mtime=0)
-                write.replace(self._make() / f"trace-rank-{mesh.rank}.json.gz", packed)
+                write.replace(self._make_folder() / f"trace-rank-{mesh.rank}.json.gz", packed)
         # failures travel with the tables, so that the first rank reports them for all
         mine = ((mesh.rank, mesh.pp.rank, table) if reports else None, mesh.rank, failed)
         gathered = consensus.gather_objects(mine) if mesh.size > 1 else [mine]
         if not mesh.first:
             return []
         tables = [table for table, *_ in gathered if table is not None]
-        text = self._tables(tables, facts, recording.operators(), failed)
+        text = self._write_tables(tables, facts, recording.operators(), failed)
         reasons = [f"on rank {rank}: {reason}" for _, rank, some in gathered for reason in some[:1]]
         reasons += [f"on rank {mesh.rank}: {reason}" for reason in failed if not reasons]
         if not reasons:
@@ -184,14 +190,18 @@ class Profile:
         return [*text, f"the profile of step {self.number} is not written {reasons[0]}{more}"]
 
     def _folder(self) -> Path:
-        """Return the folder of the profiled step, profile/step-N in the run's."""
+        """Return the path of the folder for the profiled step N, profile/step-N in the run's
+        folder.
+        """
         return self.out / f"profile/step-{self.number}"
 
-    def _make(self) -> Path:
-        """Create the folder of the profiled step and return it. Raises OSError."""
+    def _make_folder(self) -> Path:
+        """Create the folder for the profiled step, if it is missing, and return its path. Raises
+        OSError.
+        """
         return write.folder(self.out, self._folder().relative_to(self.out))
 
-    def _tables(
+    def _write_tables(
         self,
         tables: list[tuple[int, int, ProfileTable]],
         facts: Callable[[float], dict],
@@ -211,7 +221,7 @@ class Profile:
         rows = [{"rank": r, "stage": s, **asdict(table)} for r, s, table in tables]
         full = {"step": self.number, **known, "ranks": rows}
         with _collect_failure(failed):
-            to = self._make()
+            to = self._make_folder()
             write.replace(to / "table.json", json.dumps(full, indent=1) + "\n")
             write.replace(to / "table.txt", "\n".join([*text, "", operators]) + "\n")
         return text
@@ -246,9 +256,8 @@ def _least(durations: Mapping[str, list[float]], mesh: Mesh) -> dict[str, float]
 
 
 def _same(number: int, axis: Axis, mesh: Mesh) -> bool:
-    """Return whether all ranks of the axis have this number; two reductions in one, as -min(x) =
-    max(-x).
-    """
+    """Return whether all ranks of the axis call it with the same `number`. Collective."""
+    # two reductions in one, as -min(x) = max(-x)
     both = torch.tensor([number, -number], device=mesh.device)
     most, least = collectives.reduce_scalar(both, axis, "max").tolist()
     return most == -least

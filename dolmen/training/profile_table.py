@@ -141,15 +141,15 @@ class WorkTally:
     """Seconds of each collective, in order, with its wait for other ranks."""
 
     def add(self, kind: str, microseconds: float, recomputed: bool) -> None:
-        """Add the time of one operator or kernel to its kind, and to the time of recomputation if
-        it was part of one.
+        """Add the time of one operator or kernel to the busy time of its kind, and, if it was part
+        of a recomputation of forward, to the time of recomputation.
         """
         self.busy[kind] += microseconds / 1e6
         self.recomputed += microseconds / 1e6 if recomputed else 0.0
 
 
 def is_collective(kind: str) -> bool:
-    """Return whether a kind of work is communication."""
+    """Return whether a kind of work, by its name, is a collective."""
     return kind.startswith(COLLECTIVES)
 
 
@@ -248,9 +248,9 @@ def _gpu_work(
 
 
 def _launch_kinds(host: list[FunctionEvent]) -> dict[tuple[str, float], deque[tuple[str, bool]]]:
-    """Return, by (name, duration) of a kernel, the queue of (kind, is recomputed) of the operators
-    that launched such kernels, in order. torch records no other link from an operator to its
-    kernels.
+    """Return (name, duration) of a GPU kernel -> queue of (kind of work, whether recomputed) of the
+    operators that launched kernels with this name and duration, in order. torch records no better
+    link from an operator to its kernels. `host`: events of the CPU.
     """
     kinds, launch_kinds = _kinds(host), defaultdict(deque)
     for event in (e for e in host if not e.is_user_annotation):  # ranges repeat their kernels
@@ -279,7 +279,7 @@ def _is_recomputed(event: FunctionEvent | None) -> bool:
 
 
 def _kinds(host: list[FunctionEvent]) -> dict[int, str]:
-    """Return the kind of work of each event, by its id()."""
+    """Return id(event) -> the kind of work of each CPU event."""
     kinds, forward = {}, {}  # the last forward operator of each autograd sequence number
     for event in host:
         kinds[id(event)] = _kind(event, forward)

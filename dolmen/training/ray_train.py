@@ -69,7 +69,9 @@ def run(request: TrainRequest, processes: int | None, work: Work) -> int:
 
 
 def _train(settings: Mapping[str, Any]) -> None:
-    """Train in one worker of Ray."""
+    """Train in this process, a worker of Ray Train: call settings["work"] with the request, and
+    report each row of metrics and the newest checkpoint to Ray. `settings`: as `run` made them.
+    """
     train = import_module("ray.train")
     reporter = _Reporter(Path(settings["out"]), train.get_context().get_world_rank() == 0)
     with process.environment({process.RECOVERED_JOBS["Ray Train"]: settings["job"]}):
@@ -81,15 +83,20 @@ class _Reporter:
     """Reports to Ray; every worker reports as often, and the first adds checkpoints."""
 
     def __init__(self, out: Path, first: bool):
+        """`out`: folder of the run; `first`: this worker has rank 0, and reports checkpoints."""
         self.out, self.first, self.step = out, first, -1
 
     def report(self, row: Mapping[str, float]) -> None:
-        """Report a row of metrics if it is of a validation, or of every 20th step."""
+        """Report a row of metrics to Ray if it is of a validation or its step is a multiple of 20;
+        ignore other rows.
+        """
         if row["step"] % EVERY == 0 or "val_loss" in row:
             self.send(row)
 
     def send(self, row: Mapping[str, float]) -> None:
-        """Report a row, with the newest checkpoint if it is new."""
+        """Report a row of metrics to Ray; on the first worker with a file that names the run's
+        newest checkpoint, if that is newer than at the last report.
+        """
         train = import_module("ray.train")
         newest = max(folders.list_checkpoints(self.out / "checkpoints"), default=-1)
         if not self.first or newest <= self.step:

@@ -44,6 +44,9 @@ class Receipts:
     """
 
     def __init__(self, file: Path, step: int, mesh: Mesh, dtype: torch.dtype):
+        """Open receipts.jsonl to append, on the first rank, after dropping rows of steps after
+        `step`, which a resumed run repeats; compute digests of this machine's operators in `dtype`.
+        """
         self.mesh, self.operators = mesh, digest_operators(dtype)
         earlier = [row for row in read_receipts(file) if row["step"] <= step] if mesh.first else []
         self.receipt = earlier[-1]["receipt"] if earlier else ""
@@ -53,7 +56,9 @@ class Receipts:
             self.handle = write.append(file)
 
     def add(self, state: TrainState, m: StepMetrics) -> None:
-        """Append the receipt of the step that was made. Collective."""
+        """Append the receipt of the step that was just made: hashes of loss, gradient norm and all
+        weights, chained to the receipt before. The first rank writes. Collective.
+        """
         weights = digest_weights(state.model, self.mesh)
         row = {"step": state.step, "loss": m.loss.hex(), "grad_norm": m.grad_norm.hex()}
         self.receipt = chain(self.receipt, row["loss"], row["grad_norm"], weights)
@@ -62,19 +67,19 @@ class Receipts:
             self.handle.write(json.dumps(row) + "\n")
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, on the rank that has opened it."""
         if self.handle is not None:
             self.handle.close()
 
 
 def dump_receipts(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Return the text of receipts.jsonl with these rows."""
+    """Return the rows as JSON lines, the content of a receipts.jsonl."""
     return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def read_receipts(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of receipts.jsonl; none where the file does not exist. Raises RefusedLine for
-    a damaged line other than the last, which a crash may have cut.
+    """Return the rows of a receipts.jsonl; [] where the file does not exist. A damaged last line,
+    which a crash may have cut, is left out. Raises RefusedLine for any other damaged line.
     """
     rows: list[dict[str, Any]] = []
     if not file.exists():
@@ -93,7 +98,10 @@ Weights = Mapping[str, Mapping[str, str]]
 
 
 def chain(before: str, loss: str, norm: str, weights: Weights) -> str:
-    """Return the receipt of a step after the receipt `before`, whatever the ranks' parts are."""
+    """Return the receipt of a step: a hash of the receipt `before` it, its loss and gradient norm
+    (hexadecimal), and the digest of each full weight. How the weights are sharded over ranks does
+    not change it.
+    """
     digest = hashlib.blake2b(f"{before} {loss} {norm}".encode(), digest_size=16)
     for name in sorted(weights):
         digest.update(f" {name} {total(weights[name])}".encode())
@@ -101,8 +109,8 @@ def chain(before: str, loss: str, norm: str, weights: Weights) -> str:
 
 
 def total(parts: Mapping[str, str]) -> int:
-    """Return the digest of a full weight from those of its parts. Raises ValueError for a part that
-    is not hexadecimal.
+    """Return the digest of a full weight: the sum modulo 2^64 of those of its parts, by rank,
+    hexadecimal. Raises ValueError for a part that is not hexadecimal.
     """
     try:
         return sum(int(part, 16) for part in parts.values()) % 2**64
@@ -113,32 +121,37 @@ def total(parts: Mapping[str, str]) -> int:
 
 
 def digest_weights(model: Decoder, mesh: Mesh) -> Weights:
-    """Return the digest of each weight of the model, by the ranks that own a part of it, of which
-    those who hold a copy of another's are none. Collective.
+    """Return weight name -> rank -> digest of that rank's shard of it, hexadecimal, on every rank.
+    Of copies of the same values on several ranks only one counts. Collective.
     """
     tied = model.tied_across_ranks
-    own = {
+    local = {
         name: f"{digest(p) % 2**64:016x}"
         for name, p in model.named_parameters()
         if (mesh.tp.rank == 0 or replication_weight(p) == 1)
         and (p is not tied or mesh.ends.rank == 0)
     }
     weights: dict[str, dict[str, str]] = {}
-    for rank, parts in enumerate(gather_objects(own) if mesh.size > 1 else [own]):
+    for rank, parts in enumerate(gather_objects(local) if mesh.size > 1 else [local]):
         for name, part in parts.items():
             weights.setdefault(name, {})[str(rank)] = part
     return weights
 
 
 def digest(p: Tensor) -> int:
-    """Return the digest of this rank's part of an fp32 tensor of one or two dims."""
+    """Return the digest of this rank's shard of an fp32 tensor of one or two dims, an integer: a
+    sum over its elements' bits, weighted by their indices in the full tensor, so that digests of
+    shards add up, modulo 2^64, to that of the full tensor.
+    """
     row, column = (_odd(indices) for indices in (*region(p), slice(0, 1))[:2])
     bits = local_view(p).contiguous().view(torch.int32).view(len(row), len(column))
     return int(((bits * column.int()).sum(-1) * row).sum())
 
 
 def _odd(indices: slice) -> Tensor:
-    """Return an odd number for each index, by splitmix64's mixing."""
+    """Return a pseudo-random odd number, int64, for each index of the range, by the mixing function
+    of splitmix64.
+    """
     z = torch.arange(indices.start + 1, indices.stop + 1)
     for factor in MIX:
         z = (z ^ (z >> 29)) * factor

@@ -42,12 +42,12 @@ KIND_BYTES, HEADER_BYTES = 3, 19  # bytes of the kind of number, and of that and
 def add_reference_logprobs(
     resolved: ResolvedRun, state: TrainState, loader: Loader, mesh: Mesh, out: Path
 ) -> dict[str, np.ndarray]:
-    """Set the reference model's log-probabilities as a number of each row of `loader`, in place,
-    and return them by key, for `store`. They are read from the run's folder `out` where it has
-    those of the same model and data, else computed.
-
-    `state` is at step 0, so that its model can be the reference. Every rank calls it. Raises
-    Unusable where the initial model is gone.
+    """Give the reference model's log-probability of each token to the training and validation rows
+    of `loader`, in place, so that they come with the batches (DPO, KTO). They are read from the
+    run's folder `out` if it has those of the same model and data, else computed. Return them by
+    key (a hash of model and data), for `store`. `state` is at step 0: without
+    --objective.reference its model is the reference. Collective. Raises Unusable if the initial
+    model no longer exists.
     """
     run, model, source = resolved.config, state.model, resolved.start
     assert source is not None, "check_objective has seen it"
@@ -72,8 +72,8 @@ def add_reference_logprobs(
 
 
 def store(out: Path, known: Mapping[str, np.ndarray]) -> None:
-    """Write reference log-probabilities into the run's folder, a file per key with its digest, for
-    the next start (first rank).
+    """Write reference log-probabilities into the run's folder, a file with a digest per key, for
+    the next start; files that exist stay. Only the first rank calls it.
     """
     folder.claim(out, FOLDER)
     for key, numbers in known.items():
@@ -85,8 +85,8 @@ def store(out: Path, known: Mapping[str, np.ndarray]) -> None:
 
 
 def _read_stored(out: Path, key: str, rows: PackedRows) -> np.ndarray | None:
-    """Return the stored log-probabilities of a key; None where the file is missing, damaged or of
-    another number of tokens.
+    """Return the reference log-probabilities that are stored under the key in the run's folder, one
+    per token of `rows`; None where the file is missing, damaged or of another number of tokens.
     """
     count, file = len(rows.examples.tokens), out / FOLDER / f"{key}.bin"
     if not file.is_file():
@@ -104,7 +104,9 @@ def _read_stored(out: Path, key: str, rows: PackedRows) -> np.ndarray | None:
 
 
 def _require_init(resolved: ResolvedRun, why: str) -> None:
-    """Raise Unusable where the initial model was deleted; `why`: what it is needed for."""
+    """Raise Unusable if the initial model of --init no longer exists; `why`: what it is needed for,
+    for the message.
+    """
     if resolved.init_is_gone:
         raise Unusable(
             f"--init {resolved.config.init} no longer exists, but {why}: restore it, or give a "
@@ -175,8 +177,9 @@ def _build(run: RunConfig, spec: ModelSpec, state: TrainState, mesh: Mesh) -> De
 def _compute_rows(
     model: Decoder, rows: PackedRows, state: TrainState, loader: Loader, mesh: Mesh
 ) -> np.ndarray:
-    """Return the log-probability of each token of the examples [tokens], 0 where it has no label;
-    the same on every rank. Runs forwards of `model` over dp.
+    """Return the log-probability that `model` gives each token of the examples in `rows` [tokens],
+    0 where it has no label, on every rank. Runs forwards of all rows in global batches, divided
+    over dp. Collective.
     """
     size, rows_per_rank = loader.global_batch_size, loader.rows(mesh.dp.size)
     logprobs: np.ndarray | None = None

@@ -32,9 +32,11 @@ Receipt = Mapping[str, Any]
 
 
 def replay(options: ReplayConfig, guarded: Guard) -> int:
-    """Repeat the step, and print whether its bits are those that were recorded. Return 0 if they
-    are, 1 if not, or the exit code of a run that failed. Raises BadInput for a run without
-    receipts, a step without one, another machine, or a layout that exact numerics do not cover.
+    """Repeat a step of a run with exact numerics, from the checkpoint before it, in a temporary
+    folder, and print whether all receipts have the bits that the run recorded. Return 0 if they do,
+    1 if not, or the exit code of a repetition that failed. `guarded` calls the training and handles
+    its exceptions. Raises BadInput for a run without receipts, a step without one, a machine with
+    other bits, or a layout that exact numerics do not cover.
     """
     run = Path(options.folder)
     with as_bad_input(ValueError, OSError):
@@ -67,8 +69,9 @@ def replay(options: ReplayConfig, guarded: Guard) -> int:
 
 
 def check(config: RunConfig, recorded: Mapping[int, Receipt], options: ReplayConfig) -> None:
-    """Raise ValueError unless the run has exact numerics and a receipt of the step, whose operators
-    have the bits of this machine's.
+    """Raise ValueError unless the run has exact numerics, there is a receipt of options.step among
+    the `recorded` ones (step -> receipt), and the operators' digests in it are those of this
+    machine.
     """
     if config.train.numerics != "exact":
         raise ValueError(
@@ -91,8 +94,8 @@ def check(config: RunConfig, recorded: Mapping[int, Receipt], options: ReplayCon
 
 
 def without_outputs(config: RunConfig, layout: Layout) -> RunConfig:
-    """Return the run with another layout, if one is given, and nothing that is written elsewhere or
-    after training.
+    """Return the run's configuration for a replay: without periodic checkpoints, snapshots,
+    uploads, evaluation, trackers, export and the like, and in `layout` unless that is the default.
     """
     if layout != Layout():
         config = replace(config, layout=replace(layout, dp=layout.dp or 1, reduction="fixed"))
@@ -107,7 +110,9 @@ def without_outputs(config: RunConfig, layout: Layout) -> RunConfig:
 
 
 def link(source: str, to: str) -> None:
-    """Link a file of a checkpoint, or copy it to another file system."""
+    """Make a hard link `to` to the file `source`, or a copy where that is impossible, as on another
+    file system.
+    """
     try:
         os.link(source, to)
     except OSError:
@@ -117,9 +122,10 @@ def link(source: str, to: str) -> None:
 def first_difference(
     recorded: Mapping[int, Receipt], repeated: Mapping[int, Receipt], steps: Sequence[int]
 ) -> str | None:
-    """Return what differs in the first of `steps` whose receipts do, in words: the loss, the
-    gradient norm, or a weight, and where both runs have the same parts of it, the first rank whose
-    part does; None if all are equal. Raises ValueError for a damaged digest.
+    """Compare the `recorded` with the `repeated` receipts (step -> receipt) of `steps`, and return
+    a text about the first step in which they differ or one is missing: whether the loss, the
+    gradient norm or a weight differs, and, if both runs sharded the weight alike, on which rank
+    first. None if all are equal. Raises ValueError for a damaged digest.
     """
     for step in steps:
         if step not in recorded or step not in repeated:

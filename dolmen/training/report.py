@@ -70,8 +70,8 @@ def header(
 
 
 def _model(run: RunConfig) -> str:
-    """Return a description of the model and its size and, with LoRA, of the share that is
-    trained.
+    """Return the header's text about the model: family, parameters, layers, hidden size, attention,
+    vocabulary, and with LoRA the share that is trained.
     """
     spec = run.spec
     trained = ""
@@ -89,7 +89,9 @@ def _model(run: RunConfig) -> str:
 
 
 def _start(run: RunConfig, state_: TrainState) -> str:
-    """Return a description of the initial weights, and which of them are frozen at first."""
+    """Return the header's text about where the weights come from (--init, random, or a checkpoint),
+    and until which step only rows of new tokens are trained, if there is such a phase.
+    """
     start = run.init or f"random weights, seed {run.train.seed}"
     if state_.step:
         start = f"checkpoint of step {state_.step}"
@@ -102,7 +104,9 @@ def _start(run: RunConfig, state_: TrainState) -> str:
 
 
 def _bytes_at_rest(state_: TrainState) -> int:
-    """Return the bytes of weights and optimizer state on this rank."""
+    """Return the bytes of weights, optimizer moments and fp8 scales that this rank holds between
+    steps.
+    """
     tensors = state_.tensors().values()
     return sum(state.local_elements(t) * t.element_size() for t in tensors)
 
@@ -110,7 +114,9 @@ def _bytes_at_rest(state_: TrainState) -> int:
 def _details(
     run: RunConfig, state_: TrainState, loader: Loader, mesh: Mesh, peak: Peak
 ) -> list[tuple[str, str]]:
-    """Return the further rows of the header, (title, text), for `--log.verbose`."""
+    """Return the rows (title, text) that --log.verbose adds to the header: kernels, data, peak
+    FLOP/s, MFU, fp8, adapters and reproducibility, where they apply.
+    """
     kernels = state_.model.split.kernels.describe(experts=run.spec.experts > 0)
     rows = [
         ("kernels", kernels),
@@ -130,8 +136,8 @@ def _details(
 
 
 def describe_length(state_: TrainState, loader: Loader, tokens: int) -> str:
-    """Return a description of the remaining steps, with their tokens (`tokens` per step) and
-    epochs, a range where sources differ.
+    """Return a text about the remaining steps: first and last, their tokens (`tokens` per step),
+    and their epochs, a range if data sources are read at different rates.
     """
     left = size(float(tokens) * (state_.steps - state_.step))
     before, after = loader.epochs(state_.step), loader.epochs(state_.steps)
@@ -148,8 +154,8 @@ def describe_warmup(run: RunConfig) -> str:
 
 
 def describe_fp8(run: RunConfig) -> str:
-    """Return a description of the share of the model's multiply-adds that is computed in eight
-    bits.
+    """Return a text about the share of the model's matrix multiply-adds that is computed in eight
+    bits, and the dtype of the rest.
     """
     params = run.trained.params.values()
     rounded = sum(param.products for param in params if param.fp8 is not None)
@@ -159,8 +165,8 @@ def describe_fp8(run: RunConfig) -> str:
 
 
 def describe_adapters(run: RunConfig) -> str:
-    """Return a description of the adapters: rank, targets, share of trained parameters, int8
-    storage.
+    """Return a text about the LoRA adapters: rank, alpha, targets, share of trained parameters, and
+    the memory that int8 storage of frozen weights saves, if used.
     """
     trained, total = count.trainable_parameters(run.trained), count.parameters(run.trained)
     where = ", ".join(run.adapter.targets)
@@ -171,8 +177,8 @@ def describe_adapters(run: RunConfig) -> str:
 
 
 def describe_int8(run: RunConfig) -> str:
-    """Return a description of the memory that frozen int8 weights take over all ranks, and would
-    take unquantized; "" without any.
+    """Return a text about the memory of frozen weights that are stored in int8, of the whole model:
+    unquantized, and quantized with scales; "" without any.
     """
     params = run.trained.params.values()
     wide = master_dtype(run.train.dtype).itemsize
@@ -184,8 +190,8 @@ def describe_int8(run: RunConfig) -> str:
 
 
 def describe_mfu(run: RunConfig) -> str:
-    """Return a description of the FLOP per token that MFU counts (causal attention), compared with
-    counting all keys.
+    """Return a text about the FLOP per token by which MFU is computed, which counts only the keys
+    that queries attend to, compared with counting all keys, as other programs do.
     """
     ours = count.training_flops_per_token(run.trained, run.sequence_length)
     full = count.training_flops_per_token(run.trained, run.sequence_length, "full")
@@ -196,8 +202,8 @@ def describe_mfu(run: RunConfig) -> str:
 
 
 def describe_reproducibility(run: RunConfig, mesh: Mesh) -> str | None:
-    """Return whether a run on a GPU is reproducible to the bit, as text; None on a CPU, where it
-    is.
+    """Return a text on whether the run, on GPUs, is reproducible bit for bit; None on a CPU, where
+    it always is.
     """
     if mesh.device.type != "cuda":
         return None
@@ -207,8 +213,9 @@ def describe_reproducibility(run: RunConfig, mesh: Mesh) -> str | None:
 
 
 def _layout(layout: Layout, state_: TrainState) -> str:
-    """Return a description of the parallel layout: the axes that split something, the pipeline's
-    schedule and bubble, ZeRO stage and recomputation.
+    """Return a text about the parallel layout, such as "tp 2 x dp 4, ZeRO 1": sizes of the axes,
+    the pipeline's schedule with its predicted bubble, ZeRO stage, recomputation, and the order of
+    sums.
     """
     words = [
         f"tp {layout.tp}"
@@ -243,6 +250,7 @@ class ProgressLine:
     """
 
     def __init__(self, console: Console, step: int, steps: int):
+        """Start the live line if `console` is a terminal. `step`: steps made so far, of `steps`."""
         self.console, self.start, self.steps, self.began = console, step, steps, time.monotonic()
         columns = (
             TextColumn("{task.description}"),
@@ -259,8 +267,8 @@ class ProgressLine:
             self.task = self.progress.add_task("starting", total=steps, completed=step, numbers="")
 
     def show(self, row: dict) -> None:
-        """Show a row of metrics.jsonl; the remaining time is estimated from the steps of this
-        start.
+        """Show a row of metrics.jsonl: update the live line on a terminal, else print a line. The
+        remaining time is estimated from the pace since this start of the run.
         """
         done = row["step"] - self.start
         # pace of this start, validations and saves included
@@ -288,14 +296,14 @@ class ProgressLine:
         self.console.print(text)
 
     def close(self) -> None:
-        """Remove the live line."""
+        """Remove the live line, on a terminal."""
         if self.progress:
             self.progress.stop()
 
 
 def _mfu(row: dict) -> str:
-    """Return the MFU of a row as text, relative to the measured peak, and to the datasheet's where
-    it is known.
+    """Return the MFU in a row of metrics.jsonl as text: relative to the datasheet's peak, if known,
+    and to the measured peak.
     """
     measured = f"{row['mfu_measured']:.1%} of measured peak"
     if row["mfu_measured"] > 1:

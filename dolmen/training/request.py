@@ -74,9 +74,10 @@ class TrainRequest:
     def from_config(
         cls, config: RunConfig, handling: LaunchOptions, source: str | None
     ) -> "TrainRequest":
-        """Return the request with the run's folder filled in: --out, else the folder of the
-        config.yaml that is the `source`, else runs/NAME. A URL becomes a local folder and
-        --checkpoint.to. Raises ValueError where that names another URL.
+        """Return the request to train the run, with its folder (handling.out) filled in: --out,
+        else the folder of `source` if that is the config.yaml of a run, else runs/NAME. If it is a
+        URL, the folder becomes a local working folder and --checkpoint.to the URL. Raises
+        ValueError where --checkpoint.to already names another URL.
         """
         default_out = (
             (source or "").rpartition("/")[0] or "."
@@ -98,7 +99,7 @@ class TrainRequest:
 
     @property
     def out(self) -> Path:
-        """The run's folder."""
+        """The run's local folder."""
         assert self.handling.out is not None
         return Path(self.handling.out)
 

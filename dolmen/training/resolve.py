@@ -67,8 +67,8 @@ class ResolvedRun:
 
     @property
     def tokenizer(self) -> str | None:
-        """The tokenizer that came with the initial model: its folder or name; None without an
-        initial model.
+        """Folder or name of the tokenizer that came with the initial model; None without an initial
+        model.
         """
         return None if self.init is None else tokenizer_folder(self.init)
 
@@ -88,8 +88,9 @@ class ResolvedRun:
 
 
 def open_model(name: str | Path, model: ModelConfig | None = None) -> ModelSource:
-    """Open a model of any format, local or on the hub; tensors are read later. With `model` its
-    weights are read as those of that model. Raises as `open_source`.
+    """Open a model of any format, a local folder, run, checkpoint or hub id, without reading its
+    tensors, and return it. With `model`, its weights are read as those of a model with that config.
+    Raises as `open_source`.
     """
     return open_source(name, model)
 
@@ -111,7 +112,9 @@ def resolve(
     requested, config = config, resolve_model(config, processes)
 
     def or_checkpoint(name: str | None) -> str | Path | None:
-        """Return the checkpoint in place of an initial model that no longer exists, else `name`."""
+        """Return the run's newest checkpoint, if there is one, in place of the initial model `name`
+        if its folder no longer exists; else `name`.
+        """
         return (
             checkpoint if checkpoint is not None and name is not None and is_absent(name) else name
         )
@@ -162,9 +165,9 @@ def resolve_model(config: RunConfig, processes: int | None) -> RunConfig:
 
 
 def reopen_as(stored: ModelSource, name: str | Path, model: ModelConfig) -> ModelSource:
-    """Return the initial model with its weights read as those of the run's `model`: `stored` itself
-    where it is the same model, else opened again from `name`. The stored head (LM or scalar) stays,
-    so a reward model may start from a model with logits.
+    """Return the initial model with its weights read as those of the run's `model`, but with the
+    head (LM or scalar) that it is stored with, so that a reward model may start from a language
+    model. That is `stored` itself if the configs are the same, else it is opened again from `name`.
     """
     requested = (
         with_scalar_head(model)
@@ -175,9 +178,9 @@ def reopen_as(stored: ModelSource, name: str | Path, model: ModelConfig) -> Mode
 
 
 def fill_in(resolved: ResolvedRun) -> ResolvedRun:
-    """Return the run with the options that its initial model determines: for a reward model the
-    padding token of the tokenizer, by which inference programs find the end of a sequence; and the
-    first new row of the vocabulary.
+    """Return the run with the options filled in that its initial model determines: for a reward
+    model the padding token, of its tokenizer, by which inference programs find the end of a
+    sequence; and the first new row of the vocabulary, if such rows are to be trained first.
     """
     config, rows = resolved.config, resolved.config.train.new_rows
     if config.objective.name == "reward":
@@ -192,8 +195,8 @@ def fill_in(resolved: ResolvedRun) -> ResolvedRun:
 
 
 def checkpoint_to_resume(out: Path, resumes: bool) -> Path | None:
-    """Return the newest complete checkpoint in the run's folder, or None; None also where the run
-    does not resume.
+    """Return the folder of the newest complete checkpoint in the run's folder `out`; None if there
+    is none, or the run does not resume.
     """
     full = folders.list_checkpoints(out / "checkpoints") if resumes else {}
     return full[max(full)] if full else None
@@ -215,9 +218,10 @@ class Data:
 
 
 def open_data(resolved: ResolvedRun, progress: bool, verify: bool) -> Data:
-    """Open tokenizer and data sources, and those of the pretraining loss; no text is tokenized.
-    Raises ValueError for what can be seen without reading all text. `progress`: print it. `verify`,
-    once per host: also try the tokenizer's regular expressions.
+    """Open the run's tokenizer and data sources, and those of PPO's pretraining loss if it has one;
+    no text is tokenized. `progress`: show progress, such as of training a tokenizer; `verify`: also
+    try the tokenizer's regular expressions, once per host. Raises ValueError for errors that can be
+    seen without reading all text.
     """
     config = resolved.config
     opened = inputs.check_inputs(
@@ -323,7 +327,9 @@ def run_steps(config: RunConfig, loader: Loader) -> int:
 
 
 def epoch_steps(loader: Loader, epochs: float = 1.0) -> int:
-    """Return the step (rounded) after which every source was read at least `epochs` times."""
+    """Return the number of steps, rounded, after which the run has read every data source at least
+    `epochs` times.
+    """
     step = 1000
     # epochs per step, measured over 1,000 steps, as sources of a mixture are read at different
     # rates

@@ -109,7 +109,7 @@ class _Job:
 
     @property
     def config(self) -> RunConfig:
-        """The resolved options of the run."""
+        """Options of the run, resolved (`resolved.config`)."""
         return self.resolved.config
 
 
@@ -171,15 +171,17 @@ def run_training(
 
 
 def open_checkpoints(config: CheckpointConfig, out: Path, mesh: Mesh) -> Checkpoints:
-    """Return the checkpoints of the run in the folder `out`, and at its URL, if it has one."""
+    """Return the store of checkpoints of the run in the folder `out`, and at its URL if it has one;
+    no file is read. Makes a process group if there are several ranks (collective).
+    """
     remote = None if config.to is None else mirror.open_checkpoints(config.to, out)
     return Checkpoints(out / "checkpoints", mesh, config.keep, remote=remote)
 
 
 def prepare(config: RunConfig, out: Path, mesh: Mesh, start: StartMode) -> Prepared:
-    """Resolve a run that was checked before, and open its data, in one of its processes. `start`
-    decides whether the newest checkpoint in `out` may stand in for initial models. The data are not
-    verified again: the process that started the run has done that.
+    """Resolve, in one of the run's processes, a run that was checked before, and open its data; the
+    data are not verified again. A run that resumes may read the newest checkpoint in `out` in place
+    of initial models that no longer exist. Return the resolved run and its data loader.
     """
     checkpoint = checkpoint_to_resume(out, start.resumed)
     resolved = resolve(config, mesh.size, checkpoint)
@@ -188,8 +190,8 @@ def prepare(config: RunConfig, out: Path, mesh: Mesh, start: StartMode) -> Prepa
 
 
 def make_initial(job: _Job) -> TrainState:
-    """Return the training state at step 0: model with its initial weights, optimizer, critic of
-    PPO, pretraining text of PPO-ptx.
+    """Return the training state of the run at step 0: model with its initial weights, optimizer,
+    for PPO the critic with its warm-up, and the pretraining loss of PPO-ptx if requested.
     """
     config, loader, mesh = job.config, job.loader, job.mesh
     state = make_state(job.resolved, mesh, run_steps(config, loader))
@@ -223,10 +225,11 @@ def _lock(job: _Job) -> Iterator[None]:
 
 
 def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -> Outcome:
-    """Train in the folder, whose lock is held: clear it or resume, write inputs, run the steps,
-    close. Return the outcome. `references` has the log-probabilities of the reference model, to be
-    stored. Raises FloatingPointError where loss or gradient of the last step was not finite, unless
-    the loss scale is dynamic.
+    """Train in the run's folder, whose lock is held: empty it (--overwrite) or resume, write
+    config.yaml and tokenizer, run the remaining steps with all hooks, and close the files. Return
+    the outcome. `references`: the reference model's log-probabilities by key, to be stored. Raises
+    FloatingPointError if loss or gradient of the last step was not finite, unless the loss scale is
+    dynamic.
     """
     if job.start.overwrite:
         on_first_rank(job.mesh, lambda: folder.clear_run(job.out, job.start.owner))
@@ -276,9 +279,10 @@ def _train(job: _Job, state: TrainState, references: Mapping[str, np.ndarray]) -
 
 
 def _open_snapshots(job: _Job) -> MemorySnapshots | None:
-    """Return the run's snapshots in memory, None without --checkpoint.snapshot-every. A restart
-    first writes the newest one as a checkpoint, if it is newer than those there are; any other
-    start deletes them.
+    """Return the run's store of snapshots in the hosts' memory; None without
+    --checkpoint.snapshot-every. If this start is a restart, the newest snapshot is first written to
+    disk as a checkpoint if it is newer than those there; then, in any case, old ones are deleted.
+    Collective.
     """
     if not job.config.checkpoint.snapshot_every:
         return None
@@ -296,9 +300,10 @@ def _open_snapshots(job: _Job) -> MemorySnapshots | None:
 
 
 def set_length(job: _Job, state: TrainState) -> None:
-    """Set what depends on the data and the batch size, in place: the number of steps (of the critic
-    too), the learning-rate warm-up and offset, and the frozen phase. It is done again on resume, as
-    with another batch size an epoch, or a number of tokens, ends at another step.
+    """Set in `state` what depends on the data and the batch size: the number of steps, the
+    learning-rate warm-up and offset (of the critic's state too), and the frozen phase of new
+    vocabulary rows. Done again on resume, as with another batch size an epoch, or a number of
+    tokens, ends at another step.
     """
     config, loader = job.config, job.loader
     for trained in (state, *([state.critic.state] if state.critic is not None else [])):
@@ -312,8 +317,9 @@ def set_length(job: _Job, state: TrainState) -> None:
 
 
 def write_inputs(job: _Job, references: Mapping[str, np.ndarray]) -> None:
-    """Write config.yaml, the tokenizer and the reference log-probabilities into the run's folder
-    (first rank), for later starts of the run and users of its model.
+    """Write config.yaml, the tokenizer's files and the reference log-probabilities (if any) into
+    the run's folder, for later starts of the run and users of its model. Only the first rank calls
+    it.
     """
     folder.claim(job.out, *folder.WRITTEN)
     write_config(job.out, job.resolved.reusable)
@@ -323,8 +329,9 @@ def write_inputs(job: _Job, references: Mapping[str, np.ndarray]) -> None:
 
 
 def write_tokenizer(out: Path, tokenizer: PreTrainedTokenizer) -> None:
-    """Write the tokenizer's files into `out/tokenizer`, each atomically. `save_pretrained` writes
-    through symbolic links, so it gets a temporary folder.
+    """Write the tokenizer's files into `out/tokenizer`, each atomically, and add them to the
+    folder's list of what dolmen wrote. (`save_pretrained` would write through symbolic links, so it
+    writes to a temporary folder first.)
     """
     with tempfile.TemporaryDirectory() as saved:
         tokenizer.save_pretrained(saved)
@@ -337,9 +344,9 @@ def write_tokenizer(out: Path, tokenizer: PreTrainedTokenizer) -> None:
 def _open_hooks(
     job: _Job, state: TrainState, saved: Saved | None, snapshots: MemorySnapshots | None
 ) -> TrainingHooks:
-    """Print the run's header and warnings, open its files, and return its hooks. `saved` is the
-    state of the checkpoint that was resumed, or None. Rollouts made with options that have changed
-    since are deleted.
+    """Print the run's header and warnings, open its files of metrics and history, and return the
+    periodic work of the run (hooks). `saved`: what the checkpoint that was resumed stores, or None.
+    Stored rollouts that were made with options that have changed since are deleted.
     """
     config, loader, mesh, console, out = job.config, job.loader, job.mesh, job.console, job.out
     peak = mfu.peak(mesh.device, DTYPES[config.train.dtype])
@@ -370,7 +377,9 @@ def _open_hooks(
 
 
 def _run_steps(job: _Job, state: TrainState, hooks: TrainingHooks) -> int:
-    """Train the remaining steps; return the signal that stopped them early, or 0."""
+    """Train the remaining steps with all hooks; return the signal that stopped them early, or 0.
+    Prints a note if no step is left.
+    """
     signal = 0
     with _open_batches(job, state) as read:
         if state.step >= state.steps:
@@ -404,8 +413,8 @@ def _run_steps(job: _Job, state: TrainState, hooks: TrainingHooks) -> int:
 
 @contextmanager
 def _open_batches(job: _Job, state: TrainState) -> Iterator[Batches]:
-    """Context manager: yield the batches of the run, from its data, or from rollouts of its own
-    model.
+    """Context manager: yield the source of the run's batches: its data loader, or for GRPO and PPO
+    rollouts of its own model.
     """
     if isinstance(job.loader, PromptLoader):
         with batches.rollout_batches(
@@ -419,7 +428,9 @@ def _open_batches(job: _Job, state: TrainState) -> Iterator[Batches]:
 def _outcome(
     state: TrainState, job: _Job, last: Validation | None, seconds: float, signal: int
 ) -> Outcome:
-    """Return the outcome from the state after the last step and the last validation, if any."""
+    """Return the outcome of the run: steps, `seconds`, the `signal` that ended it, results of the
+    `last` validation (None: none), and goodput. Stops the goodput timer.
+    """
     loader, timeline = job.loader, job.timeline
     timeline.close()
     return Outcome(
@@ -441,15 +452,17 @@ def _outcome(
 
 
 def length_option(config: RunConfig) -> str:
-    """Return the name of the option of --train that sets the length of the run: "tokens", "epochs",
-    else "steps".
+    """Return which option of --train sets the length of the run, for messages: "tokens" or "epochs"
+    if that is set, else "steps".
     """
     stated = (name for name in ("tokens", "epochs") if getattr(config.train, name) is not None)
     return next(stated, "steps")
 
 
 def summary(outcome: Outcome, out: Path) -> None:
-    """Write summary.json, which `finish` reads; numbers that are not finite become null."""
+    """Write the outcome of the run as summary.json into its folder `out`; numbers that are not
+    finite become null.
+    """
     row = {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in asdict(outcome).items()
@@ -458,6 +471,8 @@ def summary(outcome: Outcome, out: Path) -> None:
 
 
 def read_summary(out: Path) -> Outcome:
-    """Return the outcome that `summary` wrote into the folder. Raises Refused."""
+    """Return the outcome of a run from the summary.json in its folder. Raises Refused where it is
+    missing or malformed.
+    """
     row = gate.read_json(out / "summary.json", kinds.SUMMARY)
     return Outcome(**{**row, "validation_files": tuple(row["validation_files"])})

@@ -78,8 +78,9 @@ def check_machine(
 
 
 def digest_operators(dtype: torch.dtype = torch.float32) -> dict[str, str]:
-    """Return digests of the bits that this CPU and its libraries give to a product and to attention
-    in `dtype`, and to functions of fp32, by name; on one thread.
+    """Return operator -> digest of the bits that this CPU and its libraries compute for it from
+    fixed random numbers, on one thread: a matrix product and attention in `dtype`, a sum and
+    functions such as exp in fp32. Equal digests mean that two machines compute the same bits.
     """
     x = _random_matrix(64, 200, False)
     positive = x.abs() + 0.1
@@ -101,7 +102,10 @@ def digest_operators(dtype: torch.dtype = torch.float32) -> dict[str, str]:
 def product_shapes(
     spec: ModelSpec, exact: Exact, microbatch_size: int, tp: int
 ) -> list[ProductShape]:
-    """Return the products of each weight that tp splits: output, input and weight gradient."""
+    """Return the shapes of the matrix products that a rank computes with each weight that tp splits
+    (output, input gradient, weight gradient), each once, with the shape of the smallest part
+    (leaf) whose bits must not depend on the layout.
+    """
     tokens, tokens_per_leaf, leaves = microbatch_size * exact.tokens, exact.tokens, exact.tp
     shapes = []
     for leaf in dict.fromkeys(spec.params.values()):
@@ -125,8 +129,9 @@ def product_shapes(
 def _column_shapes(
     tokens: int, sequence: int, out: int, leaf: int, inputs: int
 ) -> list[ProductShape]:
-    """Return the products of a rank's part [out, inputs] of a weight split over outputs, `leaf`
-    of which are a leaf.
+    """Return the three products (output, input gradient, weight gradient) of a rank's part [out,
+    inputs] of a weight that tp splits over its outputs. Leaves have `sequence` of the `tokens` rows
+    and `leaf` of the outputs.
     """
     return [
         ProductShape(tokens, inputs, out, sequence, leaf, "b"),
@@ -138,8 +143,9 @@ def _column_shapes(
 def find_broken_product(
     shapes: Iterable[ProductShape], dtype: torch.dtype = torch.float32
 ) -> str | None:
-    """Compute each product in `dtype`, the same on one thread, and there its first and last leaf by
-    itself; return in words the first whose bits differ, or None.
+    """Compute each product from random numbers in `dtype`, again on one thread, and its first and
+    last leaf by themselves on one thread. Return a text about the first of these whose bits differ
+    from the product's; None if all agree.
     """
     for shape in shapes:
         a = _random_matrix(shape.m, shape.k, "a" in shape.transposed, dtype)
@@ -158,7 +164,7 @@ def find_broken_product(
 
 
 def _equals_one_thread(a: Tensor, b: Tensor, want: Tensor) -> bool:
-    """Return True if the product a @ b on one thread has the bits of `want`."""
+    """Return whether the product a @ b, computed on one thread, has the bits of `want`."""
     with invariant.one_thread():
         return torch.equal(invariant.product(a, b), want)
 
@@ -180,9 +186,9 @@ def find_broken_attention(
     tp: int,
     dtype: torch.dtype = torch.float32,
 ) -> str | None:
-    """Compute attention in `dtype`, with its gradients, of a microbatch and a rank's heads, and of
-    the last sequence and key-value head by themselves on one thread; return in words the first
-    that differs, or None.
+    """Compute each of the model's attention layers, forward and gradients, from random numbers in
+    `dtype`: for a microbatch with a tp rank's heads, and for its last sequence and key-value head
+    alone on one thread. Return a text about the first whose bits differ; None if all agree.
     """
     for mixer in dict.fromkeys(block.mixer for block in spec.blocks):
         assert isinstance(mixer, AttentionSpec), "checks/exact.py has refused it"
@@ -208,8 +214,8 @@ def find_broken_attention(
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, mixer: AttentionSpec
 ) -> tuple[Tensor, ...]:
-    """Return causal attention of `mixer`'s window and soft cap, and its gradients of q, k and v for
-    a gradient g.
+    """Return (output, gradients of q, k and v) of causal attention with the window, scale and soft
+    cap of `mixer`, for a gradient g of the output.
     """
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
     y = blockwise.attention(q, k, v, Attend(mixer.window, mixer.scale, mixer.soft_cap))

@@ -210,9 +210,10 @@ CRITIC = "critic."  # before those of the critic, which few runs have
 
 
 def suggestion(name: str, known: Collection[str]) -> str:
-    """Return the advice that ends the message `unknown option --NAME`: the option's name here, the
-    right spelling, or the other way to say it; empty where nothing is close. `known` are the names
-    of the command's options, without leading dashes, `-` between words.
+    """Return the advice that ends the message `unknown option --NAME`: dolmen's option for this
+    name of another trainer (Megatron-LM, TRL, ...), the right spelling, or how to get the same
+    otherwise; "" where nothing is close. `known`: the names of the command's options, without
+    leading dashes, `-` between words.
     """
     last = name.rpartition(".")[2]
     if name in HOW or last in HOW:
@@ -237,9 +238,10 @@ def suggestion(name: str, known: Collection[str]) -> str:
 
 
 def meant_command(verb: str, argv: Sequence[str], stray: Collection[str]) -> str:
-    """Return the command line with the words that belong to no option (`stray`) put behind the
-    options that they are meant for, by POSITIONAL; empty where that is not clear or these options
-    are already present.
+    """Return a corrected command line, as text: `argv` after `dolmen VERB`, with the option that it
+    is probably meant for put before each of the `stray` words, which belong to no option (--prompt
+    for `generate`, --data.path for `train`, ...). "" where that is not clear or these options are
+    already present.
     """
     present = {word.partition("=")[0].removeprefix("--").replace("_", "-") for word in argv}
     left = [option for option in POSITIONAL.get(verb, ()) if option not in present]
@@ -260,7 +262,7 @@ def meant_command(verb: str, argv: Sequence[str], stray: Collection[str]) -> str
 
 
 def _option(name: str | None) -> tuple[str, ...]:
-    """Return the option as words of a command line; none for None."""
+    """Return ("--NAME",) for the name of an option, () for None."""
     return () if name is None else (f"--{name}",)
 
 
@@ -270,7 +272,9 @@ def _meant(options: Collection[str]) -> str:
 
 
 def _near(last: str, known: Collection[str]) -> list[str]:
-    """Return the last part of the option's names most similar to `last`, if any is close."""
+    """Return [the last part of a known option's name (after the last dot) that is most similar to
+    `last`], or [] if none is close.
+    """
     return get_close_matches(last, {option.rpartition(".")[2] for option in known}, n=1, cutoff=0.7)
 
 

@@ -68,12 +68,14 @@ def resume(
     console: Console,
     restarted: bool = False,
 ) -> Saved | None:
-    """Load the newest complete checkpoint into `state` and `loader`, print what changed since, and
-    return what it stores besides tensors; without one, print so and return None.
+    """Resume from the newest complete checkpoint: load tensors, counters, loss scale, spike norms
+    and critic into `state` and the position in the data into `loader`, print the step and which
+    options or data changed since, and return what the checkpoint stores besides tensors. Without a
+    checkpoint, print so and return None. Collective.
 
     Raises Unusable if the checkpoint is of another model or of a newer dolmen, Damaged if it is
-    damaged. With `restarted`, where nobody watches, a damaged one is moved aside and the one before
-    it loaded.
+    damaged. After an automatic restart (`restarted`) a damaged one is moved aside and the one
+    before it loaded.
     """
     saved = load_newest(state, run, checkpoints, console, restarted)
     if saved is None:
@@ -98,8 +100,9 @@ def resume(
 
 
 def changes_since(saved: Saved, run: RunConfig, loader: Loader) -> list[str]:
-    """Return the options and data that differ from those of the checkpoint, a line of text each. An
-    option that is also part of the data's fingerprint is listed once.
+    """Return a line of text for each option, and each part of the data's fingerprint, in which the
+    run differs from the checkpoint that it resumes from. Fields of the model are left out, and what
+    is both an option and part of the fingerprint is listed once.
     """
     # a section that checkpoints of before do not have was as it is by default
     # length filled in: a run that was not given one has it in its checkpoint
@@ -190,7 +193,7 @@ class StartMode:
 
     @property
     def how(self) -> str:
-        """The kind of start, for history.jsonl: "new", "resumed" or "restarted"."""
+        """The kind of start as history.jsonl has it: "new", "resumed" or "restarted"."""
         if self.restarted:
             return "restarted"
         return "resumed" if self.resumed else "new"
@@ -227,8 +230,9 @@ def agree_on_start(
     agent: str = "",
     refusal: str | None = None,
 ) -> StartMode:
-    """Return the way that the run starts, agreed on by all ranks, which call it right after
-    joining.
+    """Compare options, versions and code of all ranks, and return how the run starts, the same on
+    every rank: new, resumed, or restarted by its launcher, and whether it overwrites the folder.
+    Collective, called right after joining.
 
     `restarts` and `job` are the number of restarts and the job id that this rank's launcher
     reports; `checked`: the folder was checked before the processes started; `recovered`: the
@@ -261,8 +265,8 @@ def agree_on_start(
 
 
 def on_first_rank(mesh: Mesh, work: Callable[[], T]) -> T:
-    """Call `work` on the first rank and return its result on every rank. A ValueError of it is
-    raised on every rank, as Unusable.
+    """Call `work` on the first rank only and return its result on every rank. A ValueError that it
+    raises is raised as Unusable on every rank. Collective.
     """
     if mesh.size == 1:
         return work()
@@ -290,8 +294,9 @@ def require_same_data(loader: Loader, mesh: Mesh) -> None:
 
 
 def _check(request: TrainRequest) -> None:
-    """Raise ValueError where the run's folder cannot be used as --resume and --overwrite
-    request.
+    """Raise ValueError if the run's folder, or its URL, cannot be used as --resume and --overwrite
+    request: it holds another run or foreign files, --overwrite would delete what the run reads, or
+    the newest checkpoint does not fit.
     """
     handling = request.handling
     to = request.config.checkpoint.to
@@ -311,5 +316,7 @@ def _check(request: TrainRequest) -> None:
 
 
 def _owners(out: Path) -> list[str]:
-    """Return the ids of the jobs and agents that the folder lists (`clear_run`, `record_jobs`)."""
+    """Return the ids of launchers' jobs and agents that are recorded in the run's folder, by whose
+    starts it was emptied or used; [] if there are none.
+    """
     return gate.read_text(out / OWNER, 2**20).splitlines() if (out / OWNER).exists() else []

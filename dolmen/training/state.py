@@ -60,16 +60,18 @@ class NewRows:
 
     @classmethod
     def from_config(cls, config: NewRowsConfig, steps: int) -> "NewRows | None":
-        """Return the frozen phase of a run of `steps` steps: the configured share of them, at least
-        one step; None where none is configured.
+        """Return the frozen phase of a run of `steps` steps, in which only rows of new tokens are
+        trained: the configured share of the steps, at least one; None if the share is 0 or the
+        first new token is unknown.
         """
         if not config.share or config.first is None:
             return None
         return cls(config.first, max(1, round(config.share * steps)))
 
     def mask_gradients(self, model: Decoder) -> None:
-        """Zero the gradients of old rows in embedding and head, and remove all other gradients
-        (None), in place; after backward, on every rank.
+        """Leave gradients of new tokens' rows only, in place: zero those of old rows in embedding
+        and head, and set all other parameters' gradients to None. Call it after backward, on every
+        rank.
         """
         params = model.local_specs()
         for name, p in model.named_parameters():
@@ -84,8 +86,8 @@ class NewRows:
 
 
 def step_without_decay(optimizer: Optimizer) -> None:
-    """Step the optimizer with weight decay set to 0, and restore it: rows whose gradient is zero
-    stay the same to the bit.
+    """Step the optimizer once without weight decay, so that rows whose gradient is zero stay the
+    same to the bit. The weight decay of each group is restored.
     """
     decays = [group["weight_decay"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
@@ -122,11 +124,15 @@ class SpikePolicy:
     """
 
     def __init__(self, factor: float | None = None):
+        """Start without norms. `factor`: a norm over this many times the median is a spike; None:
+        none is.
+        """
         self.factor, self.norms = factor, deque(maxlen=WINDOW)
 
     def allow(self, norm: float) -> bool:
-        """Return whether a step with this gradient norm may update parameters: False for a norm
-        that is not finite or is a spike. Remembers every finite norm, so call it once per step.
+        """Return whether a step with this gradient norm may update parameters: False if the norm is
+        not finite, or a spike (over `factor` times the median of the last 64, once there are 16).
+        Remembers every finite norm, so call it once per step.
         """
         if not math.isfinite(norm):
             return False
@@ -147,7 +153,7 @@ class SpikePolicy:
         return list(self.norms)
 
     def load(self, norms: list[float]) -> None:
-        """Replace the remembered norms by those of `state()`."""
+        """Replace the remembered norms by `norms`, which `state` returned."""
         self.norms = deque(norms, maxlen=WINDOW)
 
 
@@ -180,21 +186,21 @@ class TrainState:
 
     @property
     def frozen_phase(self) -> NewRows | None:
-        """The new rows, if the coming step trains only them and everything else is frozen; else
-        None.
+        """The new rows of the vocabulary (`new_rows`), if the coming step trains only them and
+        everything else is frozen; else None.
         """
         rows = self.new_rows
         return rows if rows is not None and self.step < rows.until else None
 
     def __post_init__(self):
-        """Raise ValueError where the objective reads another head than the model has."""
+        """Raise ValueError if the objective needs another head (LM, scalar) than the model has."""
         check(self.objective, self.model.spec)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors that a checkpoint stores, by name: weights (`model/NAME`), optimizer
         moments (`KIND/NAME`), scales and histories of delayed fp8 scaling, and the same of the
-        critic with the prefix CRITIC. They are this rank's part and not copied: loading a
-        checkpoint writes into them.
+        critic with a prefix. They are this rank's own tensors, not copies: loading a checkpoint
+        writes into them.
         """
         critic = {} if self.critic is None else self.critic.state.tensors()
         return {
@@ -218,8 +224,9 @@ class TrainState:
         return [*self.model.delayed_scaling().values(), *critic]
 
     def names(self) -> set[str]:
-        """Return the names of all tensors of a checkpoint: weights, optimizer state and fp8 scales
-        of the model and critic, including those on other pipeline stages.
+        """Return the names that a checkpoint's tensors have on all ranks together: weights,
+        optimizer state and fp8 scales of the model and critic, those of other pipeline stages
+        included.
         """
         specs = self.model.spec.params
         critic = set() if self.critic is None else self.critic.state.names()
@@ -261,16 +268,17 @@ class Critic:
     """The KL coefficient of rewards in the next iteration."""
 
     def save(self) -> SavedCritic:
-        """Return the critic's state for a checkpoint, without its tensors: updates, loss scale,
-        norms of the spike policy, KL coefficient.
+        """Return what a checkpoint stores of the critic besides tensors: updates, loss scale, norms
+        of the spike policy, KL coefficient.
         """
         state = self.state
         scale = state.scale.value, state.scale.good_steps
         return SavedCritic(state.updates, scale, tuple(state.spike.state()), self.coefficient.value)
 
     def resume(self, step: int, saved: SavedCritic) -> None:
-        """Restore the state that was saved after `step`, without the tensors. The KL coefficient is
-        restored only where it adapts; a fixed one follows the options.
+        """Restore what a checkpoint of `step` stores of the critic besides tensors, in place:
+        updates, loss scale (if it is dynamic), norms of the spike policy, and the KL coefficient if
+        it adapts; a fixed one follows the options.
         """
         state = self.state
         state.step, state.updates = step, saved.updates

@@ -91,7 +91,9 @@ class StepMetrics:
 
     @property
     def finite(self) -> bool:
-        """True if loss and gradient norm are finite, including those of the critic."""
+        """True if loss and gradient norm are finite, and those of the critic's step if there is
+        one.
+        """
         local_finite = math.isfinite(self.loss) and math.isfinite(self.grad_norm)
         return local_finite and (self.critic is None or self.critic.finite)
 
@@ -103,9 +105,10 @@ def optimizer_step(
     signal: Callable[[], int] = lambda: 0,
     observe: Callable[[Action], None] = lambda action: None,
 ) -> StepMetrics:
-    """Train on this rank's rows of the global batch: forward and backward in the order of
-    state.schedule, reduce gradients, clip, update. Return the step's metrics; `state` changes in
-    place. Every rank of the mesh calls it.
+    """Make one training step on this rank's rows of the global batch: forward and backward in the
+    order of state.schedule, reduction and clipping of gradients, update. Return the step's metrics,
+    the same on every rank; `state` changes in place. No parameter is updated if loss or gradient
+    norm is not finite, for a spike of the norm, and in a critic's warm-up. Collective.
 
     `batch` has global_batch_size / dp rows [rows, length], a multiple of the schedule's
     microbatches. Parameters, gradients and moments stay sharded as the model is.
@@ -177,7 +180,9 @@ def optimizer_step(
 
 
 def _loss_terms(state: TrainState, batch: Batch) -> list[LossTerm]:
-    """Return the terms of the loss: the objective, and the pretraining mix (PPO-ptx) if any."""
+    """Return the terms of the step's loss: the objective on `batch`, and, with a pretraining mix
+    (PPO-ptx), the cross-entropy of this step's batch of text with its coefficient.
+    """
     terms = [LossTerm(state.objective, batch)]
     if state.pretraining is not None:
         mix = state.pretraining
@@ -187,9 +192,9 @@ def _loss_terms(state: TrainState, batch: Batch) -> list[LossTerm]:
 
 
 def _global_counts(state: TrainState, terms: list[LossTerm], mesh: Mesh) -> tuple[Tensor, Tensor]:
-    """Return, as fp64 on the device, the number of tokens of the global batch [] and the divisor of
-    each term's loss [terms]. The host does not read them, as it would wait for the device before
-    the first forward.
+    """Return, summed over dp (one all-reduce), the number of tokens of the global batch [] and the
+    divisor of each term's loss [terms], in fp64. Both stay on the device: reading them would let
+    the host wait before the first forward.
     """
     # [tokens, count] of each term, one after the other, in one all-reduce
     numbers = [count for term in terms for count in count_term(term, state)]
@@ -256,8 +261,9 @@ class StepNumbers(NamedTuple):
 def _read_back(
     tokens: Tensor, count: Tensor, norm: Tensor, signal: Tensor, losses: Tensor, router: Tensor
 ) -> StepNumbers:
-    """Copy all numbers to the host in one transfer, as fp64, which is exact for counts up to 2^53.
-    `losses` is what `combine_losses` returns: the loss, then metrics.
+    """Return all numbers of a step on the host, copied from the device in one transfer, for which
+    the host waits; as fp64, which is exact for counts up to 2^53. `losses`: the loss, then the
+    metrics (`combine_losses`).
     """
     first = torch.stack([t.double() for t in (tokens, count, norm, signal)])
     values = device.read_back(torch.cat([first, losses, router]))
@@ -291,8 +297,9 @@ def _update(state: TrainState, parameters: list[Any], norm: Tensor, lr: float) -
 
 
 def count_term(term: LossTerm, state: TrainState) -> tuple[float, float]:
-    """Return this rank's tokens that a term reads (for throughput), and its share of the divisor of
-    the term's loss.
+    """Return two numbers of this rank's rows of a term's batch: the tokens that it reads, for
+    throughput (all for encoders and scalar heads, else the real ones), and its part of the count
+    that divides the term's loss.
     """
     micros = term.batch.microbatches(len(term.batch.tokens) // state.schedule.micros)
     # encoders and scalar heads read all tokens, though only a few have a label
@@ -302,8 +309,8 @@ def count_term(term: LossTerm, state: TrainState) -> tuple[float, float]:
 
 
 def combine_losses(terms: Sequence[LossTerm], means: Sequence[Tensor]) -> Tensor:
-    """Return [weighted sum of the losses, metrics of the first term, loss of each further term]
-    from the means [1 + names] of each term.
+    """Return one tensor: the weighted sum of the terms' losses, the metrics of the first term, and
+    the loss of each further term. `means`: of each term its mean loss, then its mean metrics.
     """
     losses = [mean[:1] * term.weight for term, mean in zip(terms, means, strict=True)]
     return torch.cat([torch.stack(losses).sum(0), means[0][1:], *(mean[:1] for mean in means[1:])])
@@ -382,7 +389,9 @@ def forward_backward(
     chunks = [model.blocks(chunk) for chunk in range(state.schedule.chunks)]
 
     def boundary() -> Tensor:
-        """Return an empty tensor of the shape that stages send to each other."""
+        """Return an empty tensor of the shape of the activations that pipeline stages send to each
+        other for a microbatch.
+        """
         return model.boundary(size, batch.tokens.shape[1])
 
     pipeline.execute(

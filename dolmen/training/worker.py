@@ -55,9 +55,11 @@ Guard = Callable[[Callable[[], int]], int]
 
 
 def run(request: TrainRequest, guarded: Guard = lambda work: work()) -> int:
-    """Train as requested, in this process or in workers that it starts; return the exit code.
-    `guarded` runs this process's own part of the work and handles its exceptions. Raises BadInput
-    for errors that are found before.
+    """Train the run of the request and finish it (export, verification); return the exit code. A
+    worker of torchrun, srun or dolmen's launcher trains in this process; a process that nobody
+    launched resolves the run and trains here or starts workers. `guarded` calls the function given
+    to it, this process's own training, and handles its exceptions. Raises BadInput for errors that
+    are found before.
     """
     started = process.read_launch()
     # no launcher: this process is the run, or starts it
@@ -72,9 +74,11 @@ def join(
     on_metrics: MetricsCallback | None = None,
     handles_signals: bool = True,
 ) -> Outcome:
-    """Train in one process of several that a launcher or an engine has started, and return the
-    run's outcome; `on_metrics` and `handles_signals` as in `worker`. An error in this process's
-    options is raised when all have joined, on all of them: the others wait for this one.
+    """Train in this process, one of several that a launcher or an engine has started, with the
+    ranks in `started`, and return the run's outcome; `on_metrics` and `handles_signals` as in
+    `worker`. With --spares, a process beyond the usable number only waits for the run's end. An
+    error in this process's options is raised on all ranks once all have joined, as they wait for
+    this one.
 
     Raises BadInput for what is to be mended by the user, Failed for what ends a run without being a
     bug, and any other exception as it occurs.
@@ -103,8 +107,9 @@ SPARE_PATIENCE = 120.0  # seconds without a store after which a spare gives up
 
 
 def wait_as_spare(out: Path, started: Launch, size: int) -> Outcome:
-    """Wait until the run of the first `size` processes has written its summary, and return it. A
-    restart ends this process. Raises Failed where the store of rank 0 is gone for long.
+    """Wait, in a process that does not train, until the run of the first `size` processes has
+    written its new summary.json in `out`, and return the outcome in it. A restart by the launcher
+    ends this process. Raises Failed if rank 0's rendezvous store has not answered for two minutes.
     """
     print(
         f"rank {started.rank} of {started.world_size} waits as a spare: {size} processes train",
@@ -123,8 +128,10 @@ def wait_as_spare(out: Path, started: Launch, size: int) -> Outcome:
 
 
 def finish_run(request: TrainRequest, started: Launch | None, outcome: Outcome) -> int:
-    """Finish the run that has ended with `outcome` (export, verification), on the first rank,
-    unless our launcher does. Return the exit code of this process: 128 + signal after a signal.
+    """Finish a run that has ended with `outcome` (export, verification, sample, printed summary),
+    on the first rank only, and not in workers of dolmen's launcher, which does it itself. Return
+    the exit code of this process: 128 + signal if a signal ended the run, 1 if the exported model
+    differs from that in transformers, else 0.
     """
     if outcome.signal:
         return 128 + outcome.signal
@@ -136,8 +143,9 @@ def finish_run(request: TrainRequest, started: Launch | None, outcome: Outcome) 
 
 
 def _join_and_finish(request: TrainRequest, on_metrics: MetricsCallback) -> None:
-    """Train in one process that an engine has started, and finish the run. Raises BadInput, or
-    Failed also where the exported model differs.
+    """Train in this process, a worker of Ray Train, and finish the run; `on_metrics` gets each row
+    of metrics. Raises BadInput, or Failed, also if the run was stopped or the exported model
+    differs.
     """
     started = process.read_launch()
     outcome = join(request, started, on_metrics, handles_signals=False) if started else None
@@ -146,8 +154,9 @@ def _join_and_finish(request: TrainRequest, on_metrics: MetricsCallback) -> None
 
 
 def _start_processes(request: TrainRequest, guarded: Guard) -> int:
-    """Train in this process, if one is enough and no restart is requested, else start workers, wait
-    for them and finish the run. Return the exit code.
+    """Resolve and check the run, then train it: in this process if the layout has one process and
+    no restarts are requested, else in workers that it starts and waits for, or as a job of Ray;
+    then finish the run. Return the exit code. Raises BadInput.
     """
     processes = count_processes(request.config, request.handling.nproc)
     if request.handling.launch == "ray":
@@ -164,8 +173,9 @@ def _start_processes(request: TrainRequest, guarded: Guard) -> int:
 
 
 def count_processes(config: RunConfig, nproc: int | None) -> int | None:
-    """Return the number of processes to start: --nproc, else the layout's size, else as many as the
-    visible GPUs allow, a multiple of tp x cp x pp; None without GPUs, where the layout decides.
+    """Return the number of processes to start: --nproc; else the layout's size, if dp is set; else
+    as many as there are visible GPUs, rounded down to a multiple of tp x cp x pp, at least one such
+    multiple. None without GPUs: then the layout decides.
     """
     if nproc is not None:
         return nproc
@@ -193,8 +203,10 @@ def try_functions(config: RunConfig) -> None:
 def prepare(
     request: TrainRequest, processes: int | None, starts: bool = True, verify: bool = True
 ) -> Prepared:
-    """Resolve and check the run, and tokenize its data into the cache. Raises BadInput for every
-    error that can be found before the first process starts.
+    """Resolve and check the run for this number of processes (None: as the layout has), and
+    tokenize its data into the cache. Return the resolved run with its data loader. A run that
+    resumes from a URL is downloaded first. Raises BadInput for every error that can be found before
+    the first process starts.
 
     starts: this process starts the others, so it also checks the folder, the GPUs and the functions
     verify: also try the tokenizer's regular expressions, and compare the cache with its digests
@@ -312,8 +324,9 @@ def worker(
 def _start(
     request: TrainRequest, started: Launch | None, device: torch.device, refusal: str | None
 ) -> StartMode:
-    """Return the way that the run starts, agreed on by all ranks, and check that no two ranks share
-    a GPU. Raises BadInput on every rank.
+    """Return how the run starts (new, resumed or restarted), agreed on by all ranks, after checking
+    that their options and code are the same and no two share a GPU. Collective. Raises BadInput on
+    every rank, also for `refusal`, the error of this rank.
     """
     with as_bad_input(ValueError):
         start = agree_on_start(

@@ -50,8 +50,9 @@ others have their default.
 
 
 def check_exact(config: RunConfig) -> None:
-    """Raise ValueError, with the numbers and the option, where exact numerics are set and do not
-    cover an option, a component of the model or a size; and where their limit is set without them.
+    """Raise ValueError, with the numbers and the option, if --train.numerics is exact and exact
+    numerics do not cover an option, a component of the model or a size; and if --train.exact.* is
+    set while --train.numerics is fast.
     """
     if config.train.numerics == "fast":
         if config.train.exact != type(config.train.exact)():
@@ -67,8 +68,8 @@ def check_exact(config: RunConfig) -> None:
 
 
 def _check_options(config: RunConfig) -> None:
-    """Raise ValueError for the first option with another value than those of OPTIONS, and for sums
-    over processes in no fixed order.
+    """Raise ValueError for the first option whose value exact numerics do not cover (OPTIONS has
+    those that they do), and if several processes do not add in a fixed order (--layout.reduction).
     """
     for path, allowed in OPTIONS.items():
         value = reduce(getattr, path.split("."), config)

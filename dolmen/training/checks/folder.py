@@ -26,9 +26,10 @@ from dolmen.training.config import RunConfig
 def check_overwrite(
     run: RunConfig, out: Path, source: str | None, data: Sequence[DataSource]
 ) -> None:
-    """Raise ValueError where --overwrite would delete a file that the run reads, or one that dolmen
-    did not write. `source` is the recipe or YAML file of the run; it may be the config.yaml in
-    `out`, which is written again. `data`: all data sources of the run.
+    """Raise ValueError if --overwrite, which empties the run's folder `out`, would delete a file
+    that the run reads, or one that dolmen did not write. `source`: the recipe or YAML file of the
+    run; it may be the config.yaml in `out`, which is written again. `data`: all data sources of the
+    run.
     """
     base = out.resolve()
     for path in _read_by(run, source, data):
@@ -41,8 +42,9 @@ def check_overwrite(
 
 
 def _read_by(run: RunConfig, source: str | None, data: Sequence[DataSource]) -> set[Path]:
-    """Return the local files and folders that the run reads, with links resolved, and those to
-    which the links in a folder lead.
+    """Return the local files and folders that the run reads (models, reward models, tokenizer,
+    data, prompts, schedule, its YAML file), with links resolved, those that links in these folders
+    lead to, and base models of adapters.
     """
     models = (run.init, run.critic.init, run.objective.reference)
     rewards = [name for _, name in parse_rewards(run.reward) if is_reward_model(name)]
@@ -132,8 +134,9 @@ def check_same_optimizer(saved: dict, run: RunConfig, step: int) -> None:
 
 
 def check_same_limit(saved: dict, run: RunConfig, step: int) -> None:
-    """Raise Unusable where both the run `saved` at `step` and this one have exact numerics, with
-    another limit: the bits from there on would be those of no run that never stopped.
+    """Raise Unusable if both this run and the one that was `saved` at `step` have exact numerics,
+    but another --train.exact.tp: a run that resumes so would have other bits than any run that
+    never stopped.
     """
     train = saved.get("train", {})
     before = train.get("exact", {}).get("tp")

@@ -11,8 +11,9 @@ from dolmen.training.resolve import ResolvedRun
 
 
 def check_init(resolved: ResolvedRun) -> None:
-    """Raise ValueError or KeyError where the initial weights do not fit the run's model: other
-    shapes, parameters that the run would drop (biases of routers), or invalid fp8 scales.
+    """Raise ValueError or KeyError if the weights of --init do not fit the run's model: other
+    shapes, biases of routers that the run would drop, or invalid fp8 scales. Nothing is checked
+    without an initial model.
     """
     run, init = resolved.config, resolved.config.init
     source, stated = resolved.weights, resolved.init
@@ -45,9 +46,9 @@ def check_init(resolved: ResolvedRun) -> None:
 
 
 def check_new_rows(resolved: ResolvedRun) -> None:
-    """Raise ValueError where the frozen phase of new vocabulary rows is requested and the first new
-    row is unknown or out of range, there is no initial model, or optimizer or adapters do not
-    support it.
+    """Raise ValueError if --train.new-rows.share asks for a phase in which only rows of new tokens
+    are trained, and the first new row is unknown or out of range, there is no initial model, or
+    the optimizer or adapters do not support it.
     """
     run = resolved.config
     if not run.train.new_rows.share:

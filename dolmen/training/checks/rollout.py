@@ -105,9 +105,9 @@ def _check_rewards(resolved: ResolvedRun) -> None:
 
 
 def _check_replay(run: RunConfig) -> None:
-    """Raise ValueError for a model without experts, a compiled model, and router biases that move
-    between updates (balance bias, bias-rate over 0). For runs with rollout.routing-replay, which
-    the caller checks.
+    """Raise ValueError if a run with rollout.routing-replay (which is set) has a model without
+    experts, a compiled model, or router biases that move between updates (train.router.balance bias
+    with a bias-rate over 0).
     """
     if not run.spec.experts:
         raise ValueError(
@@ -127,8 +127,9 @@ def _check_replay(run: RunConfig) -> None:
 
 
 def _check_int8(run: RunConfig) -> None:
-    """Raise ValueError where rollouts with int8 weights are impossible, or their probabilities
-    would not be corrected for.
+    """Raise ValueError if a run with rollout.weights int8 (which is set) is not GRPO, does not
+    correct for the other probabilities by importance sampling, or has a model or device that cannot
+    compute in int8.
     """
     if run.objective.name != "grpo":
         raise ValueError(
@@ -144,7 +145,9 @@ def _check_int8(run: RunConfig) -> None:
 
 
 def _check_layout(run: RunConfig) -> None:
-    """Raise ValueError where --rollout.tp does not divide the number of processes, or the model."""
+    """Raise ValueError if the tensor parallelism of rollouts (--rollout.tp, else the layout's) does
+    not divide the number of processes, or does not fit the model.
+    """
     world, tp = run.layout.world, run.rollout.tp or run.layout.tp
     if world % tp:
         raise ValueError(
@@ -232,7 +235,9 @@ def check_ppo(resolved: ResolvedRun) -> None:
 
 
 def check_critic(resolved: ResolvedRun) -> None:
-    """Raise ValueError where the critic's initial model has another shape or vocabulary size."""
+    """Raise ValueError if the model of --critic.init has another vocabulary size or shape than the
+    policy (their heads may differ).
+    """
     run = resolved.config
     if run.critic.init is None or resolved.critic is None:
         return
@@ -250,8 +255,8 @@ def check_critic(resolved: ResolvedRun) -> None:
 
 
 def _shape_differences(run: RunConfig, source: ModelSource) -> str:
-    """Return how the source's shape differs from the run's model, as text, ignoring the head; ""
-    where it does not.
+    """Return a text about the fields in which the shape of the model `source` differs from the
+    run's model, ignoring the head; "" if it does not differ.
     """
     # any head will do, as the critic gets a scalar one
     body = replace(source.spec, head=run.spec.head)

@@ -39,8 +39,9 @@ from dolmen.training.resolve import ResolvedRun, resolve_model
 
 
 def check_finish(config: RunConfig) -> None:
-    """Raise ValueError for steps after or during training that the model does not support: export,
-    verification, a sample, tasks.
+    """Raise ValueError for options of --finish and --evaluate that the model does not support, such
+    as an export that transformers cannot express or samples of an encoder, and for verification or
+    a sample without export.
     """
     model, finish, model_spec = config.known_model, config.finish, config.spec
     if finish.export:
@@ -77,7 +78,9 @@ def check_exportable(config: RunConfig) -> None:
 
 
 def check_evaluation(config: RunConfig, tokenizer: PreTrainedTokenizer) -> None:
-    """Raise ValueError for unknown tasks and for sample prompts that are too long for the model."""
+    """Raise ValueError for unknown tasks of --evaluate.tasks, and if a prompt in the file of
+    --evaluate.samples, with its new tokens, is too long for the model.
+    """
     options, model = config.evaluate, config.known_model
     if options.tasks is not None:
         tasks.check(options)
@@ -90,8 +93,8 @@ def check_evaluation(config: RunConfig, tokenizer: PreTrainedTokenizer) -> None:
 def check_prompt(
     model_spec: ModelSpec, options: DuringConfig, number: int, tokens: Sequence[int]
 ) -> None:
-    """Raise ValueError where prompt number `number` and its new tokens exceed
-    max_position_embeddings.
+    """Raise ValueError if the `tokens` of the prompt `number` in the file of --evaluate.samples,
+    with the new ones, are more than the model's max_position_embeddings.
     """
     most = model_spec.max_position_embeddings
     if len(tokens) + options.max_new_tokens > most:
@@ -270,8 +273,8 @@ def check_reference(resolved: ResolvedRun) -> None:
 
 
 def validate(resolved: ResolvedRun) -> None:
-    """Raise ValueError or KeyError for a run that cannot be trained; all rules on options and
-    models.
+    """Check all rules on a run's options and models, data and output folder excepted. Raises
+    ValueError or KeyError, with a message for the user, for a run that cannot be trained.
     """
     validate_computation(resolved)
     check_adapter(resolved.config)

@@ -18,7 +18,10 @@ UNUSED_SHARE, UNUSED_ROWS = 0.1, 128  # more is no padding: published models pad
 
 
 def warnings(resolved: ResolvedRun, loader: Loader, step: int, steps: int) -> list[str]:
-    """Return the warnings, a line each, of a run that goes from `step` to `steps`."""
+    """Return the warnings, a line of text each, for a run that is about to train from `step` to
+    `steps`: what works but is hardly intended (warm-up over the whole run, a tiny validation split,
+    unused vocabulary rows, ...). Empty if no step is left.
+    """
     run = resolved.config
     if step >= steps:
         return []
@@ -39,7 +42,9 @@ def warnings(resolved: ResolvedRun, loader: Loader, step: int, steps: int) -> li
 
 
 def warmup_over_run(run: RunConfig, steps: int) -> str | None:
-    """Return a warning where the warm-up takes the whole run of `steps` steps, or more; or None."""
+    """Return a warning if the learning-rate warm-up takes all `steps` steps of the run, or more;
+    else None.
+    """
     warmup, lr = math.ceil(run.warmup_steps), run.optimizer.lr
     if warmup < steps or steps == 1 == warmup:
         return None
@@ -56,7 +61,9 @@ def warmup_over_run(run: RunConfig, steps: int) -> str | None:
 
 
 def batch_over_epoch(run: RunConfig, loader: Loader) -> str | None:
-    """Return a warning where one batch reads all training data more than once, or None."""
+    """Return a warning if one global batch reads all training data more than once; else None, and
+    None with rollouts.
+    """
     batch = run.train.global_batch_size
     passes = min(loader.mixture.epochs(batch).values())
     if run.objective.uses_rollouts or passes <= 1:  # prompts may be sampled again
@@ -83,8 +90,8 @@ def no_replay_source(run: RunConfig, loader: Loader) -> str | None:
 
 
 def one_validation_source(run: RunConfig, loader: Loader) -> str | None:
-    """Return a warning where losses per source are requested, and the validation split is not per
-    source, or None.
+    """Return a warning if --log.validate-sources asks for a loss per data source, and the
+    validation split is not divided by source; None with a single source.
     """
     if not run.log.validate_sources or loader.validation_by_source or len(loader.mixture.parts) < 2:
         return None
@@ -102,8 +109,8 @@ def one_validation_source(run: RunConfig, loader: Loader) -> str | None:
 
 
 def no_eos_learned(resolved: ResolvedRun, loader: Loader) -> str | None:
-    """Return a warning where none of the first LOOKED_AT trained completions ends with an EOS
-    token, so that generation would not stop, or None.
+    """Return a warning if none of the first 100 completions of a run on chats or preference pairs
+    ends with an EOS token, so that the trained model would not stop generating; else None.
     """
     run = resolved.config
     learned = run.objective.name in ("tokens", "dpo") and run.data.masking_strategy != "all"
@@ -125,7 +132,9 @@ def no_eos_learned(resolved: ResolvedRun, loader: Loader) -> str | None:
 
 
 def profile_out_of_range(run: RunConfig, step: int, steps: int) -> str | None:
-    """Return a warning where a resumed run does not reach the step to be profiled, or None."""
+    """Return a warning if --log.profile names a step outside of those that the run makes now, after
+    `step` up to `steps`; else None.
+    """
     number = run.log.profile
     if number is None or step < number <= steps:
         return None
@@ -136,8 +145,8 @@ def profile_out_of_range(run: RunConfig, step: int, steps: int) -> str | None:
 
 
 def unused_rows(vocab_size: int, tokens: int) -> str | None:
-    """Return a warning where more rows of the embedding have no token than padding explains: over
-    128, and over a tenth of the vocabulary; or None.
+    """Return a warning if more rows of the embedding have no token than padding explains (over 128,
+    and over a tenth of `vocab_size`); else None. `tokens`: of the tokenizer.
     """
     unused = vocab_size - tokens
     if unused <= max(UNUSED_ROWS, UNUSED_SHARE * vocab_size):
@@ -170,8 +179,8 @@ def small_validation_split(run: RunConfig, loader: Loader) -> str | None:
 
 
 def constant_reward(metrics: Mapping[str, float]) -> str:
-    """Return the warning of a run of which no iteration had two different rewards, by the metrics
-    of the last one.
+    """Return the warning for a run in which all rewards were equal in every rollout iteration, so
+    that nothing was learned. `metrics`: of the last iteration.
     """
     return (
         f"all rewards of this run were equal, in the last iteration {metrics['rollout/reward']:g}: "
