@@ -26,7 +26,14 @@ from dolmen.planning.cost import (
 from dolmen.planning.ledger import LedgerRow
 from dolmen.planning.operations import Operations, Program, RankShare
 from dolmen.planning.ranks import ParameterCount
-from dolmen.planning.step import ErrorSpread, Estimate, Stage, rows_seconds, step_time, together
+from dolmen.planning.step import (
+    ErrorSpread,
+    Estimate,
+    Stage,
+    combine_parts,
+    rows_seconds,
+    step_time,
+)
 
 BYTES = 2
 """Of an element that is multiplied."""
@@ -175,7 +182,7 @@ def _stages(job: Job, machine: Machine) -> tuple[list[Stage], Operations]:
         parts[0].append((1, ends[0]))
         parts[-1].append((1, ends[1]))
     send = _send(job, machine)
-    return [together(some, send) for some in parts], rows
+    return [combine_parts(some, send) for some in parts], rows
 
 
 def _gathered(rows: Operations, job: Job, elements: int) -> Operations:

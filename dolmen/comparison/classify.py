@@ -36,8 +36,9 @@ class Fault:
 
 
 def classify(a: Side, b: Side, row: TensorComparison) -> Fault:
-    """Return the likely cause of the first difference, `row`: the first kind of change that
-    explains it, else "rounding" or "other values".
+    """Return the likely cause of `row`, the first difference between two recorded training steps:
+    the first kind of change that turns B's tensor into A's, or a missing tensor or shape; else
+    "rounding" or "other values".
     """
     if row.stage == "numbers":
         return Fault("other values", f"{row.name}: {row.note}")
@@ -53,8 +54,8 @@ def classify(a: Side, b: Side, row: TensorComparison) -> Fault:
 
 
 def _without_explanation(row: TensorComparison) -> Fault:
-    """Cause to report where no known change explains the difference: rounding if it is at most
-    NEARLY times what is allowed, other values else, and for weights always.
+    """Return the cause to report where no known change explains the difference: rounding if it is
+    at most 10 times what is allowed; other values if it is larger, and for weights always.
     """
     if row.stage == "weights":
         return Fault("other values", "other values, which no known fault explains")
@@ -65,9 +66,9 @@ def _without_explanation(row: TensorComparison) -> Fault:
 
 
 def _explains(predicted: Tensor, a: Tensor, b: Tensor) -> bool:
-    """True if `predicted`, tensor `a` after a tried change, is `b` up to 1 % of the difference
-    between `a` and `b`; for small differences also up to rounding (1e-5 of b, at most 30 % of the
-    difference).
+    """Return whether `predicted`, tensor `a` after a tried change, equals `b` up to 1 % of the
+    difference between `a` and `b`; for small differences also up to rounding (1e-5 of b, at most 30
+    % of the difference). False if shapes differ.
     """
     if predicted.shape != b.shape:
         return False
@@ -78,8 +79,9 @@ def _explains(predicted: Tensor, a: Tensor, b: Tensor) -> bool:
 
 
 def _compare_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
-    """Yield causes in sharding: compare what the ranks of A along each mesh axis hold with the
-    joined tensor of B, to find missing or doubled sums and parts of another rank.
+    """Yield causes in sharding: compare the pieces `x` that the ranks of side A hold, along each
+    mesh axis, with B's joined tensor `y`, to find missing or doubled sums and shards of another
+    rank. Nothing if A has one rank, or if its ranks hold summands.
     """
     shards = _join_microbatches(x)
     # summands are indistinguishable, and one rank has nothing to be compared with
@@ -95,8 +97,9 @@ def _compare_ranks(side: Side, x: Recorded, y: Recorded) -> Iterator[Fault]:
 
 
 def _compare_group(axis: str, pieces: list[RecordedShard], right: list[Tensor]) -> Iterator[Fault]:
-    """Yield causes for the ranks of one line along `axis`, given what they hold (`pieces`) and
-    should hold (`right`): a missing sum, a doubled one, or another rank's part.
+    """Yield causes for the ranks of one line along the mesh axis `axis`, given what each holds
+    (`pieces`) and should hold (`right`): a missing sum, a doubled one, or the shard of another
+    rank.
     """
     n, first = len(pieces), pieces[0]
     # replicated along the axis: an all-reduce belongs here
@@ -123,7 +126,9 @@ def _compare_group(axis: str, pieces: list[RecordedShard], right: list[Tensor]) 
 
 
 def _join_microbatches(recorded: Recorded) -> dict[int, RecordedShard]:
-    """Join the microbatches of each rank into one piece: rank -> piece."""
+    """Return rank -> what it holds of a recorded tensor, with the rows of its microbatches
+    concatenated.
+    """
     joined: dict[int, RecordedShard] = {}
     for piece in recorded.pieces:
         before = joined.get(piece.rank)
@@ -137,7 +142,7 @@ def _join_microbatches(recorded: Recorded) -> dict[int, RecordedShard]:
 
 
 def _same_region(left: RecordedShard, right: RecordedShard) -> bool:
-    """True if two ranks hold the same region of the tensor, so that they should hold equal
+    """Return whether two ranks hold the same region of the tensor, so that they should hold equal
     values.
     """
     if left.rows is None or right.rows is None:
@@ -148,8 +153,8 @@ def _same_region(left: RecordedShard, right: RecordedShard) -> bool:
 def _compare_tensors(
     a: Side, b: Side, row: TensorComparison, x: Tensor, y: Tensor
 ) -> Iterator[Fault]:
-    """Yield causes for which one change explains how A's tensor `x` and B's `y` differ, the most
-    specific kinds first.
+    """Yield causes for which one change explains how A's joined tensor `x` and B's `y` differ, the
+    most specific kinds first; only "not finite" if A has such elements.
     """
     if not x.isfinite().all():
         yield Fault("not finite", f"{int((~x.isfinite()).sum())} elements of A are not finite")
@@ -167,8 +172,8 @@ def _compare_tensors(
 
 
 def _find_rounding(row: TensorComparison, x: Tensor, y: Tensor) -> Iterator[Fault]:
-    """Yield a cause where one side's numbers fit into bf16 or fp16 exactly, and the other's are
-    within that rounding.
+    """Yield a cause where one side's values are exactly representable in bf16 or fp16, and the
+    other side's are within that dtype's rounding of them.
     """
     for side, other, coarse in (("A", "B", x), ("B", "A", y)):
         for dtype, name in ROUNDED.items():
@@ -180,8 +185,8 @@ def _find_rounding(row: TensorComparison, x: Tensor, y: Tensor) -> Iterator[Faul
 
 
 def _find_terms(b: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Iterator[Fault]:
-    """Yield causes where `x` is `y` with one tensor of the same or the previous layer not added, or
-    added twice (a residual, for example).
+    """Yield causes where A's forward tensor `x` is B's `y` with another forward tensor of the same
+    or the previous layer (a residual, for example) not added, or added twice.
     """
     if row.stage != "forward":
         return
@@ -244,14 +249,14 @@ def _find_permutation(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -
 
 
 def _halves(x: Tensor, dim: int) -> Tensor:
-    """Return x with its halves along `dim` exchanged."""
+    """Return `x` with its two halves along `dim` exchanged."""
     first, second = x.chunk(2, dim)
     return torch.cat((second, first), dim)
 
 
 def _find_head_order(x: Tensor, y: Tensor, dim: int, size: int) -> Iterator[Fault]:
-    """Yield causes where heads of `size` along `dim` are permuted, their halves are swapped, or
-    rope pairs are neighbours instead of halves (or the reverse).
+    """Yield causes where heads of `size` elements along `dim` are permuted, their halves are
+    swapped, or their rope pairs are neighbours instead of halves (or the reverse).
     """
     left, right = (t.movedim(dim, 0).reshape(-1, size, t.numel() // t.shape[dim]) for t in (x, y))
     if len(left) > 1:
@@ -273,7 +278,9 @@ def _find_head_order(x: Tensor, y: Tensor, dim: int, size: int) -> Iterator[Faul
 
 
 def _find_shift(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
-    """Yield causes where tokens are off by 1 or 2 positions in each sequence of `length`."""
+    """Yield causes where A's tokens are those 1 or 2 positions earlier or later in B, in each
+    sequence of `length` tokens.
+    """
     # [sequences, length, columns]: a shift does not cross sequences
     left, right = (t.unflatten(0, (-1, length)) for t in (x, y))
     for by in (1, -1, 2, -2):
@@ -288,7 +295,8 @@ def _find_shift(x: Tensor, y: Tensor, length: int) -> Iterator[Fault]:
 
 def _find_rotation(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Iterator[Fault]:
     """Yield a cause where rope pairs of queries or keys have equal length and another direction:
-    other angles if token 0 agrees (its angle is 0), else other positions.
+    other angles if the first token agrees (its angle is 0), else other positions. Nothing for other
+    tensors.
     """
     layer, word = recording.layer_of(row.name), recording.inside(row.name)
     if layer is None or word not in ("attn.query", "attn.key"):
@@ -312,9 +320,9 @@ def _find_rotation(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -> I
 
 
 def _find_offset(a: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Iterator[Fault]:
-    """Yield causes where A is B plus a constant. For a 2-D tensor of the forward stage: the same
-    vector for each token (a bias), or the same vectors by position in every sequence. For any other
-    tensor: a scalar.
+    """Yield causes where A is B plus a constant. For a 2-D forward tensor: the same vector for each
+    token (a bias), or the same vectors by position in every sequence. For any other tensor: a
+    scalar.
     """
     deviation = x - y
     if x.ndim == 2 and row.stage == "forward":
@@ -335,7 +343,9 @@ def _find_offset(a: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Iterat
 
 
 def _find_scale(x: Tensor, y: Tensor, row: TensorComparison) -> Iterator[Fault]:
-    """Yield causes where A is B times a number (least squares), or times one per row or column."""
+    """Yield causes where A is B times one number (by least squares), or times one per row or
+    column.
+    """
     # least squares: minimises |A - factor B|
     factor = (x * y).sum() / y.square().sum()
     if _explains(factor * y, y, x):
@@ -352,8 +362,8 @@ def _find_scale(x: Tensor, y: Tensor, row: TensorComparison) -> Iterator[Fault]:
 
 
 def _find_region(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Iterator[Fault]:
-    """Yield causes where only some positions, rows or columns differ by more than 1 % of the
-    largest difference.
+    """Yield causes where only some positions, rows or columns of a matrix differ, by more than 1 %
+    of the largest difference.
     """
     if x.ndim != 2:
         return
@@ -376,8 +386,8 @@ def _find_region(side: Side, row: TensorComparison, x: Tensor, y: Tensor) -> Ite
 
 
 def _compare_scores(a: Side, b: Side, row: TensorComparison) -> Fault:
-    """Cause of a difference in attention probabilities: another mask, a scale of the scores, or
-    other values.
+    """Return the cause of a difference in attention probabilities, recomputed from each side's
+    recorded queries and keys: another mask, a scale of the scores, or other values.
     """
     x, y = scores_of(a, row.name), scores_of(b, row.name)
     assert x is not None and y is not None

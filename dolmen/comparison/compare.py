@@ -7,14 +7,14 @@ wrong is seen so, and a row of almost nothing is not held to its own size.
 
 What is allowed grows with what came in:
 
-    allowed = min(MOST, max(OWN, GROWTH x the largest difference so far that was allowed))
+    allowed = min(MOST, max(LEAST, GROWTH x the largest difference so far that was allowed))
 
-with OWN = 32 u, where u is the rounding unit of the coarser of the two dtypes. One operation of
+with LEAST = 32 u, where u is the rounding unit of the coarser of the two dtypes. One operation of
 two correct implementations differs by 1 to 5 u, as they add in different orders, and passes on what
 it was given, usually not larger, in a softmax of large scores or behind a cancellation up to
 several times. A wrong epsilon of 1e-5 where 1e-6 is right changes a norm by 5e-6 = 80 u in float32:
 it is found in the norm, where all before it is at 5 u, and would not be in the logits, of which
-1e-3 may be rounding. MOST = 1000 OWN, 2e-3 in float32: no number of right operations makes more.
+1e-3 may be rounding. MOST = 1000 LEAST, 2e-3 in float32: no number of right operations makes more.
 """
 
 import math
@@ -30,7 +30,7 @@ from dolmen.model import block
 from dolmen.model.spec import ModelSpec
 from dolmen.ops.attention import reference
 
-OWN, GROWTH, MOST = 32, 8.0, 1000
+LEAST, GROWTH, MOST = 32, 8.0, 1000
 HALF = 0.5  # nothing is allowed to differ by more, however coarse the dtype
 SMALL = 1e-3  # of the whole gradient's norm: what a tensor's is held to at least
 """Key biases have gradient zero up to rounding: without such a bound rounding would be compared
@@ -78,8 +78,9 @@ class TensorComparison:
 
 
 def compare_recordings(a: Side, b: Side) -> Iterator[TensorComparison]:
-    """Yield a row for each tensor that both sides have, in the order of a training step, and for
-    each weight that only one side has.
+    """Yield a comparison of each tensor that both sides recorded, in the order of a training step
+    (weights, forward, loss, backward, gradient norm, update), and of each weight that only one side
+    has.
     """
     yield from _compare_weights(a, b)
     # in full: backward needs the largest difference that forward allowed
@@ -95,13 +96,13 @@ def compare_recordings(a: Side, b: Side) -> Iterator[TensorComparison]:
 
 
 def first_difference(rows: Sequence[TensorComparison]) -> TensorComparison | None:
-    """Return the first row whose difference is not allowed, None without one."""
+    """Return the first comparison whose difference is not allowed; None if all are allowed."""
     return next((row for row in rows if not row.ok), None)
 
 
 def difference(a: Tensor, b: Tensor, least: float = 0.0) -> float:
-    """Relative difference of the worst row: |a - b| / max(|b|, 0.1 x RMS of |b| over rows,
-    `least`). NaN where a value is not finite.
+    """Return the relative difference of the worst row (last dim; a vector is one row): |a - b| /
+    max(|b|, 0.1 x RMS of |b| over rows, `least`). NaN where a value is not finite.
     """
     # Rows, not elements: an element near 0 has no meaningful relative error.
     a, b = flatten_rows(a), flatten_rows(b)
@@ -118,7 +119,9 @@ def difference(a: Tensor, b: Tensor, least: float = 0.0) -> float:
 
 
 def flatten_rows(x: Tensor) -> Tensor:
-    """Return x as a float64 matrix: a vector as one row, higher dims flattened into rows."""
+    """Return `x` as a float64 matrix: a vector or scalar as one row, higher dims flattened into
+    rows.
+    """
     x = x.double()
     return x.reshape(1, -1) if x.ndim < 2 else x.reshape(-1, x.shape[-1])
 
@@ -129,19 +132,23 @@ class Tolerance:
     """
 
     def __init__(self, a: Side, b: Side, before: float = 0.0):
-        """Start from the coarser of the two sides' compute dtypes."""
+        """Start with a tolerance for the coarser of the two sides' compute dtypes and the
+        difference `before`.
+        """
         unit = max(UNITS[side.recording.dtype] for side in (a, b))
-        self.own, self.most = min(HALF / 2, OWN * unit), min(HALF, OWN * unit * MOST)
+        self.least, self.most = min(HALF / 2, LEAST * unit), min(HALF, LEAST * unit * MOST)
         self.before = before
 
-    def now(self, factor: float = 1.0) -> float:
-        """Return the difference that is allowed now, times `factor`; at most OWN x MOST rounding
-        units, and never over HALF.
+    def limit(self, factor: float = 1.0) -> float:
+        """Return the difference that is allowed now, times `factor`: GROWTH times the largest one
+        admitted so far, within bounds in rounding units of the dtype, and never over HALF.
         """
-        return min(self.most, factor * max(self.own, GROWTH * self.before))
+        return min(self.most, factor * max(self.least, GROWTH * self.before))
 
     def admit(self, row: TensorComparison) -> TensorComparison:
-        """Take a row's difference into account if it is allowed and has no note; return the row."""
+        """Take the row's difference into account for later limits, if it is allowed and the row has
+        no note; return the row.
+        """
         # a row with a note is in another form: its difference does not measure rounding
         if row.ok and not row.note:
             self.before = max(self.before, row.difference)
@@ -151,9 +158,9 @@ class Tolerance:
 def _differences_by_rank(
     a: Recorded, b: Recorded, least: float = 0.0
 ) -> tuple[float, dict[tuple[str, int], float]]:
-    """Compare what each rank of either side holds with the joined tensor of B. Returns the largest
-    difference, NaN counting as largest, and that of each (side, rank). Of a side whose ranks hold
-    summands the sum is compared, under the first rank.
+    """Compare what each rank of either side holds with the joined tensor of B, with `least` as in
+    `difference`. Return the largest difference (NaN counts as largest), and that of each (side,
+    rank). Of a side whose ranks hold summands the sum is compared, under the first rank.
     """
     full = b.join()
     sides = {"A": a, "B": b}
@@ -172,20 +179,20 @@ def _differences_by_rank(
 
 
 def worse(a: float, b: float) -> float:
-    """The larger of two differences; NaN is larger than any number."""
+    """Return the larger of two differences; NaN is larger than any number."""
     return max(a, b, key=_or_inf)
 
 
 def _or_inf(x: float) -> float:
-    """x, or infinity for NaN, as a sort key."""
+    """Return `x`, or infinity for NaN, as a sort key."""
     return math.inf if math.isnan(x) else x
 
 
-def _row(
+def _compare_tensor(
     stage: Stage, name: str, a: Recorded, b: Recorded, allowed: float, least: float = 0.0
 ) -> TensorComparison:
-    """Compare one tensor of both sides: its row, with the ranks beyond `allowed`. Unequal shapes
-    are an infinite difference.
+    """Return the comparison of one tensor of both sides, with the ranks whose difference exceeds
+    `allowed`; `least` as in `difference`. Unequal shapes are an infinite difference.
     """
     if a.shape != b.shape:
         return TensorComparison(
@@ -197,9 +204,9 @@ def _row(
 
 
 def _compare_weights(a: Side, b: Side) -> Iterator[TensorComparison]:
-    """Yield a row per parameter. Weights must be equal, or, where the sides store parameters in two
-    dtypes, up to rounding to the coarser. A parameter that only one side has is an infinite
-    difference.
+    """Yield a comparison per parameter. Weights must be equal, or, where the sides store parameters
+    in two dtypes, equal up to rounding to the coarser. A parameter that only one side has is an
+    infinite difference.
     """
     left, right = a.recording, b.recording
     # rounding once to the coarser is off by a unit at most; twice that is allowed
@@ -212,12 +219,12 @@ def _compare_weights(a: Side, b: Side) -> Iterator[TensorComparison]:
                 "weights", name, math.inf, unit, note=f"only {'A' if y is None else 'B'} has it"
             )
         else:
-            yield _row("weights", name, x, y, unit)
+            yield _compare_tensor("weights", name, x, y, unit)
 
 
 def forward_order(a: Side, b: Side) -> list[str]:
-    """Names of the forward tensors that both sides have, sorted by layer, then as side A recorded
-    them.
+    """Return the names of the forward tensors that both sides have, sorted by layer, then in the
+    order in which side A recorded them.
     """
     left, right = a.recording.names("forward"), set(b.recording.names("forward"))
     both = [name for name in left if name in right]
@@ -226,9 +233,9 @@ def forward_order(a: Side, b: Side) -> list[str]:
 
 
 def _compare_forward(a: Side, b: Side) -> Iterator[TensorComparison]:
-    """Yield a row per forward tensor, with one for the attention scores before each layer's
-    weighted sums. The tolerance of both is multiplied by the largest score: softmax amplifies
-    relative errors of q and k by it.
+    """Yield a comparison per forward tensor, and, before each layer's weighted sums of values, one
+    of its attention scores. The tolerance of these two is multiplied by the largest score: softmax
+    amplifies relative errors of q and k by it.
     """
     allowed, names = Tolerance(a, b), forward_order(a, b)
     rows: list[TensorComparison] = []
@@ -236,19 +243,19 @@ def _compare_forward(a: Side, b: Side) -> Iterator[TensorComparison]:
         factor = 1.0
         if name.endswith(".attn.sums"):
             factor = max(1.0, *(largest_score(side, name) for side in (a, b)))
-            scores = _compare_scores(a, b, name, allowed.now(factor))
+            scores = _compare_scores(a, b, name, allowed.limit(factor))
             if scores is not None:
                 rows.append(allowed.admit(scores))
         x, y = (side.recording.tensors["forward", name] for side in (a, b))
         # after the scores: their difference is admitted first
-        row = _row("forward", name, x, y, allowed.now(factor))
+        row = _compare_tensor("forward", name, x, y, allowed.limit(factor))
         rows.append(allowed.admit(row))
     yield from _excuse_other_forms(b, rows)
 
 
 def _excuse_other_forms(b: Side, rows: list[TensorComparison]) -> list[TensorComparison]:
-    """Return the rows with those excused (note, infinite tolerance) that differ inside a layer
-    while the tensors computed from them do not: A and B keep that tensor in two forms.
+    """Return the rows, in which those that differ inside a layer get an infinite tolerance and a
+    note if no tensor computed from them differs: then A and B only keep that tensor in two forms.
     """
     # Fused qkv or a rotated head layout differ by their own size, but nothing computed from them
     # does.
@@ -266,8 +273,9 @@ def _excuse_other_forms(b: Side, rows: list[TensorComparison]) -> list[TensorCom
 
 
 def _names_downstream(b: Side, name: str) -> list[str]:
-    """Names of the tensors that everything computed from tensor `name` inside its layer passes
-    through, the layer's output last; empty for tensors outside layers.
+    """Return the names of the tensors inside the layer that everything computed from tensor `name`
+    passes through, the layer's output last; empty for tensors outside layers and for a layer's
+    output.
     """
     number, word = recording.layer_of(name), recording.inside(name)
     # the layer's own output has nothing behind it inside the layer
@@ -284,8 +292,9 @@ def _names_downstream(b: Side, name: str) -> list[str]:
 
 
 def _compare_scores(a: Side, b: Side, sums: str, allowed: float) -> TensorComparison | None:
-    """Compare the attention scores of both sides, computed by the definition from their recorded
-    queries and keys and each side's own model; None where a side lacks these.
+    """Return the comparison of both sides' attention scores, recomputed from their recorded queries
+    and keys by each side's own model, for the layer of tensor `sums`; None where a side lacks
+    these.
     """
     name = sums.replace("sums", "scores")
     x, y = (scores_of(side, name) for side in (a, b))
@@ -295,9 +304,9 @@ def _compare_scores(a: Side, b: Side, sums: str, allowed: float) -> TensorCompar
 
 
 def largest_score(side: Side, sums: str) -> float:
-    """Upper bound of a layer's attention scores before softmax, scale x max |q| x max |k|; 0 where
-    queries or keys are not recorded. If queries and keys are off by a relative e, a score is off by
-    up to 2 e times this bound.
+    """Return an upper bound of the attention scores before softmax in the layer of tensor `sums`:
+    scale x max |q| x max |k|; 0 where queries or keys are not recorded. If queries and keys are off
+    by a relative e, a score is off by up to 2 e times this bound.
     """
     number = recording.layer_of(sums)
     assert number is not None
@@ -310,8 +319,8 @@ def largest_score(side: Side, sums: str) -> float:
 
 
 def _heads(side: Side, number: int, word: str) -> Tensor | None:
-    """Recorded queries or keys of a layer (`word`), fp32 [sequences, length, heads, size]; None
-    where not recorded.
+    """Return the recorded queries or keys of layer `number` (`word`: "query" or "key"), fp32
+    [sequences, length, heads, size]; None where not recorded.
     """
     heads = side.recording.tensor("forward", f"layers.{number}.attn.{word}")
     size = side.spec.blocks[number].mixer.head_size
@@ -321,8 +330,9 @@ def _heads(side: Side, number: int, word: str) -> Tensor | None:
 
 
 def scores_of(side: Side, name: str) -> Tensor | None:
-    """Attention probabilities softmax(scale q k^T + mask) of a layer, [sequences, heads, queries,
-    keys]; None where its queries or keys are not recorded.
+    """Return the attention probabilities softmax(scale q k^T + mask) of the layer of tensor `name`,
+    computed from the side's recorded queries and keys, [sequences, heads, queries, keys]; None
+    where these are not recorded.
     """
     number = recording.layer_of(name)
     assert number is not None
@@ -339,12 +349,14 @@ def scores_of(side: Side, name: str) -> Tensor | None:
 
 
 def _compare_numbers(a: Side, b: Side, name: str, before: float) -> Iterator[TensorComparison]:
-    """Yield a row for a scalar such as the loss, if both sides have it."""
+    """Yield a comparison of the scalar `name`, "loss" or "gradient norm", if both sides recorded
+    it; `before`: the largest difference allowed so far.
+    """
     x, y = (side.recording.tensor("numbers", name) for side in (a, b))
     if x is not None and y is not None:
         left, right = x.item(), y.item()
         deviation = abs(left - right) / abs(right) if right else math.nan
-        limit = Tolerance(a, b, before).now()
+        limit = Tolerance(a, b, before).limit()
         yield TensorComparison(
             "numbers", name, deviation, limit, note=f"{left:.7g} and {right:.7g}"
         )
@@ -353,8 +365,9 @@ def _compare_numbers(a: Side, b: Side, name: str, before: float) -> Iterator[Ten
 def _compare_backward(
     a: Side, b: Side, before: float, other_form: set[str]
 ) -> Iterator[TensorComparison]:
-    """Yield rows for the gradients of forward tensors and of parameters, from the head down to the
-    embedding. `before`: largest difference allowed in forward; `other_form`: names to skip.
+    """Yield comparisons of the gradients of forward tensors and of parameters, from the head down
+    to the embedding. `before`: largest difference allowed in forward; `other_form`: forward tensors
+    to skip. Nothing if no parameter's gradient was recorded.
     """
     left, right = a.recording.tensors, b.recording.tensors
     # activations whose gradient both sides recorded
@@ -362,7 +375,7 @@ def _compare_backward(
     trained = [n for n in a.recording.names("gradients") if ("gradients", n) in right]
     if not trained:
         return
-    norm = _norm(b, "gradients")
+    norm = _stage_norm(b, "gradients")
     place = {name: i for i, name in enumerate(forward_order(a, b))}
     # behind each tensor's gradient, those of the parameters that it gives
     # (layer, place in the layer, 1 for activations): sorted in reverse, an activation's gradient
@@ -376,16 +389,18 @@ def _compare_backward(
     allowed = Tolerance(a, b, before)
     for stage, name in sorted(keyed, key=lambda key: keyed[key], reverse=True):
         x, y = left[stage, name], right[stage, name]
-        least = _least(norm, y) if stage == "gradients" else 0.0
+        least = _least_scale(norm, y) if stage == "gradients" else 0.0
         sums = name.removesuffix(recording.inside(name)) + "attn.sums"
         factor = 1.0
         if stage == "backward" and recording.inside(name) in THROUGH_SCORES:
             factor = max(1.0, *(largest_score(side, sums) for side in (a, b)))
-        yield allowed.admit(_row(stage, name, x, y, allowed.now(factor), least))
+        yield allowed.admit(_compare_tensor(stage, name, x, y, allowed.limit(factor), least))
 
 
 def _gradient_order(parameter: str, place: dict[str, int]) -> tuple[int, int]:
-    """Sort key of a parameter's gradient: that of the tensor whose gradient gives it."""
+    """Return the sort key of a parameter's gradient: (layer, place) of the forward tensor whose
+    gradient gives it; `place`: forward tensor -> its place in order.
+    """
     tensor = recording.gradient_tensor(parameter)
     if tensor in place:
         return recording.place(tensor), place[tensor]
@@ -393,54 +408,56 @@ def _gradient_order(parameter: str, place: dict[str, int]) -> tuple[int, int]:
 
 
 def _compare_update(a: Side, b: Side, before: float) -> Iterator[TensorComparison]:
-    """Yield rows for AdamW's moments and for each parameter's update. The update is weighted by
-    |gradient|: where a gradient is rounding alone, AdamW still makes a step of full length.
+    """Yield comparisons of AdamW's moments and of each parameter's update. The update is weighted
+    by |gradient|: where a gradient is rounding alone, AdamW still makes a step of full length.
     `before`: the largest difference that passed in an earlier stage; the tolerance grows with it.
     """
     left, right = a.recording.tensors, b.recording.tensors
-    limit = Tolerance(a, b, before).now()
+    limit = Tolerance(a, b, before).limit()
     moments: tuple[tuple[Stage, int], ...] = (("exp_avg", 1), ("exp_avg_sq", 2))
-    sizes = {stage: _norm(b, stage) for stage, _ in moments}
+    sizes = {stage: _stage_norm(b, stage) for stage, _ in moments}
     names = [n for n in a.recording.names("update") if ("update", n) in right]
     for name in names:
         for stage, power in moments:
             x, y = left[stage, name], right[stage, name]
             # the second moment is a square: twice the relative error
-            yield _row(stage, name, x, y, power * limit, _least(sizes[stage], y))
+            yield _compare_tensor(stage, name, x, y, power * limit, _least_scale(sizes[stage], y))
     steps = {name: _weight_by_gradient(b, name, right["update", name]) for name in names}
-    size = math.hypot(*(_size(step) for step in steps.values()))
+    size = math.hypot(*(_tensor_norm(step) for step in steps.values()))
     stages: tuple[Stage, Stage] = ("weights", "update")
     for name, y in steps.items():
         x = _weight_by_gradient(b, name, left["update", name])
-        weight, change = (_size(right[stage, name]) for stage in stages)
+        weight, change = (_tensor_norm(right[stage, name]) for stage in stages)
         unit = max(UNITS[side.recording.rest] for side in (a, b))
         # the new weight is rounded to its dtype: relative to the change that is weight / change
         # units
         rounded = 2 * unit * weight / change if change else 0.0  # a weight is, after its update
-        yield _row("update", name, x, y, limit + rounded, _least(size, y))
+        yield _compare_tensor("update", name, x, y, limit + rounded, _least_scale(size, y))
 
 
-def _norm(side: Side, stage: Stage) -> float:
-    """Euclidean norm of all tensors of a stage together."""
+def _stage_norm(side: Side, stage: Stage) -> float:
+    """Return the Euclidean norm of all tensors together that the side recorded in a stage."""
     recording = side.recording
-    return math.hypot(*(_size(recording.tensors[stage, n]) for n in recording.names(stage)))
+    return math.hypot(*(_tensor_norm(recording.tensors[stage, n]) for n in recording.names(stage)))
 
 
-def _size(recorded: Recorded) -> float:
-    """Euclidean norm of a recorded tensor."""
+def _tensor_norm(recorded: Recorded) -> float:
+    """Return the Euclidean norm of a recorded tensor, joined over its ranks."""
     return torch.linalg.vector_norm(recorded.join().double()).item()
 
 
-def _least(norm: float, recorded: Recorded) -> float:
-    """Smallest scale that the rows of a tensor are compared at: SMALL x `norm`, the norm of its
-    stage, shared over the tensor's rows.
+def _least_scale(norm: float, recorded: Recorded) -> float:
+    """Return the smallest scale that the rows of a tensor are compared at: a thousandth of `norm`
+    (of all tensors of its stage), shared over the tensor's rows.
     """
     rows = math.prod(recorded.shape[:-1]) if len(recorded.shape) > 1 else 1
     return SMALL * norm / math.sqrt(rows)
 
 
 def _weight_by_gradient(b: Side, name: str, recorded: Recorded) -> Recorded:
-    """Return the tensor times |gradient| of B, element by element."""
+    """Return the recorded tensor of parameter `name` times |gradient| of side B, element by
+    element.
+    """
     # B's gradient on both sides, so that only the updates differ
     gradient = b.recording.tensors["gradients", name].join().double().abs()
     pieces = [replace(p, values=p.values.double() * gradient[p.index]) for p in recorded.pieces]

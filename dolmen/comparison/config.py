@@ -40,7 +40,9 @@ class Update:
 
     @property
     def config(self) -> OptimizerConfig:
-        """Settings for the optimizer. Raises ValueError for values out of range."""
+        """The same settings as the `OptimizerConfig` of training. Raises ValueError for values out
+        of range.
+        """
         return OptimizerConfig(**vars(self))
 
 

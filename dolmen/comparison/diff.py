@@ -57,8 +57,8 @@ class FirstDifference:
 
     @property
     def ranks(self) -> str:
-        """Text that lists the ranks, of sides with several processes, whose values differ from B's
-        joined tensor; empty where none does.
+        """Text that lists the ranks whose values differ from B's joined tensor, only of sides with
+        several processes; empty where none does.
         """
         sides = {
             side: [rank for of, rank in self.row.ranks if of == side]
@@ -87,7 +87,9 @@ class DiffReport:
         return self.first is None
 
     def __str__(self) -> str:
-        """The first difference in lines, or that there is none."""
+        """Return lines that describe the first difference (operation, cause, size, ranks), or one
+        that says that there is none.
+        """
         if self.first is None:
             return f"no difference: {plural(len(self.rows), 'tensor')} compared"
         row, fault = self.first.row, self.first.fault
@@ -104,8 +106,8 @@ class DiffReport:
         return "\n".join(lines)
 
     def table(self) -> Table:
-        """Table for a rich console: the worst tensor of weights, gradients and the update, the
-        residual stream of the layers, and everything inside the layer that differs first.
+        """Return a table for a rich console: the worst tensor of weights, gradients and the update,
+        the residual stream of the layers, and everything inside the layer that differs first.
         """
         table = Table(
             title=self.title,
@@ -127,7 +129,7 @@ class DiffReport:
         return table
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for --json. NaN and infinity become null."""
+        """Return the report as plain values for --json. NaN and infinity become null."""
         first = self.first
         return {
             "title": self.title,
@@ -158,7 +160,9 @@ class OpenSide:
 
     @property
     def title(self) -> str:
-        """Program, source, dtype and axes larger than 1, for a title."""
+        """Text with the side's program (dolmen or transformers), source, dtype and axes larger than
+        1, for a title.
+        """
         sizes = to_dict(self.layout)
         axes = [f"{n} {sizes[n]}" for n in ("pp", "dp", "cp", "tp", "ep") if sizes[n] > 1]
         where = " ".join([self.dtype, *axes])
@@ -167,7 +171,7 @@ class OpenSide:
 
     @property
     def rest(self) -> torch.dtype:
-        """Dtype of the stored parameters."""
+        """Dtype of the stored parameters, which may be wider than that of the computation."""
         return DTYPES[self.dtype] if self.theirs else master_dtype(self.dtype)
 
 
@@ -186,8 +190,9 @@ class SidePair:
 
 
 def diff(config: DiffConfig) -> DiffReport:
-    """Run both sides of `dolmen diff` and compare them. Raises BadInput for what cannot be run,
-    before anything is started, and Failed where a process of a side fails.
+    """Run both sides of `dolmen diff`, each through one training step, and return the comparison of
+    what they computed. Raises BadInput for what cannot be run, before anything is started, and
+    Failed where a process of a side fails.
     """
     # started by torchrun or dolmen launch
     if process.read_launch() is not None:
@@ -205,7 +210,9 @@ def diff(config: DiffConfig) -> DiffReport:
 
 
 def compare_sides(a: Side, b: Side, title: str, notes: tuple[str, ...] = ()) -> DiffReport:
-    """Compare two recordings and classify the first difference, if any."""
+    """Compare two recordings tensor by tensor, classify the first difference, if any, and return
+    the report.
+    """
     rows = tuple(compare.compare_recordings(a, b))
     first = compare.first_difference(rows)
     if first is None:
@@ -234,8 +241,8 @@ def work(request: DiffWork) -> None:
 
 
 def open_sides(config: DiffConfig) -> SidePair:
-    """Open and check both sides, and make the random batch: its size is a multiple of what both
-    layouts divide. Raises BadInput.
+    """Open and check both sides, and make the random batch that both run: its number of sequences
+    is a multiple of what both layouts divide. Raises BadInput.
     """
     with as_bad_input():
         a, b = _side("A", config, config.first), _side("B", config, config.second)
@@ -266,8 +273,9 @@ def open_sides(config: DiffConfig) -> SidePair:
 
 
 def _side(name: SideName, config: DiffConfig, spelled: str) -> OpenSide:
-    """Open side A or B as the command line spells it: a source, `transformers:SOURCE`, or
-    `transformers` (the other side's source). Raises ValueError, KeyError or OSError.
+    """Open side A or B, spelled on the command line as `spelled`: a source that dolmen computes,
+    `transformers:SOURCE`, or `transformers` (the other side's source). Raises ValueError, KeyError
+    or OSError.
     """
     options = config.a if name == "A" else config.b
     program, colon, folder = spelled.partition(":")
@@ -290,13 +298,13 @@ def _side(name: SideName, config: DiffConfig, spelled: str) -> OpenSide:
 
 
 def _multiple(least: int, of: int) -> int:
-    """The smallest multiple of `of` that is at least `least`."""
+    """Return the smallest multiple of `of` that is at least `least`."""
     return -(-least // of) * of
 
 
 def _pin_side(spelled: str) -> str:
-    """Replace a run by the path of its newest checkpoint, so that all processes read the same
-    one.
+    """Return a side's command-line spelling with a run replaced by the path of its newest
+    checkpoint, so that all processes read the same one; others are unchanged.
     """
     program, colon, folder = spelled.partition(":")
     if program == THEIRS:
@@ -305,8 +313,8 @@ def _pin_side(spelled: str) -> str:
 
 
 def _record_side(side: OpenSide, both: SidePair, config: DiffConfig) -> Recording:
-    """Record a side: in this process if it has one rank and computes in its parameters' dtype, else
-    in processes that the launcher starts.
+    """Run a side and return what it recorded: in this process if it has one rank and computes in
+    its parameters' dtype, else in processes that the launcher starts.
     """
     layout, dtype = side.layout, DTYPES[side.dtype]
     sizes = Topology(dp=layout.dp or 1, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)
@@ -330,8 +338,9 @@ def _record_side(side: OpenSide, both: SidePair, config: DiffConfig) -> Recordin
 
 
 def _record_in_processes(side: OpenSide, processes: int, config: DiffConfig) -> recording.Tensors:
-    """Start the side's processes, wait, and load what they recorded. Raises BadInput where they
-    refused the request, Failed where one failed.
+    """Run the side in this many new processes, wait for them, and return what they recorded
+    (through a temporary folder). Raises BadInput where they refused the request, Failed where one
+    failed.
     """
     with tempfile.TemporaryDirectory(prefix="dolmen-diff-") as folder:
         options = {name: vars(config)[name] for name in DiffConfig.__dataclass_fields__}
@@ -346,15 +355,15 @@ def _record_in_processes(side: OpenSide, processes: int, config: DiffConfig) -> 
 
 
 def _title(both: SidePair) -> str:
-    """Title of the report: both sides and the size of the batch."""
+    """Return the report's title: both sides and the size of the batch."""
     sequences, window = both.task.windows.shape
     tokens = f"{plural(sequences, 'sequence')} of {window - 1} random tokens"
     return f"{both.a.title}\n{both.b.title}\n{tokens}"
 
 
 def _notes(both: SidePair) -> tuple[str, ...]:
-    """Notes for the report: fields in which the two models differ, and sliding windows that the
-    sequences are too short to test.
+    """Return notes for the report: fields in which the two models differ, and sliding windows that
+    the sequences are too short to test.
     """
     a, b = both.a.source, both.b.source
     fields = [f"{name} is {x} in A, {y} in B" for name, x, y in compare_fields(a.model, b.model)]
@@ -374,7 +383,9 @@ AFTER = 4  # rows that are shown behind the first that parts: what it leads to
 
 
 def describe_row(row: TensorComparison) -> str:
-    """Phrase that names the tensor of a row."""
+    """Return a phrase that names the compared tensor, such as "the gradient of
+    layers.0.attn.q.weight".
+    """
     words = {
         "backward": "the gradient that reaches {}",
         "gradients": "the gradient of {}",
@@ -385,7 +396,9 @@ def describe_row(row: TensorComparison) -> str:
 
 
 def operation(row: TensorComparison) -> str:
-    """Phrase that names the operation which computes the tensor of a row."""
+    """Return a phrase that names the operation which computes the tensor of a row, by its stage and
+    name.
+    """
     match row.stage:
         case "weights":
             return "conversion, or loading"
@@ -405,7 +418,7 @@ def operation(row: TensorComparison) -> str:
 
 
 def _plain(row: TensorComparison) -> dict[str, Any]:
-    """Plain values of a row for JSON; NaN and infinity become None."""
+    """Return a row's fields as plain values for JSON; NaN and infinity become None."""
     plain = {**asdict(row), "ok": row.ok, "ranks": [list(rank) for rank in row.ranks]}
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -414,15 +427,15 @@ def _plain(row: TensorComparison) -> dict[str, Any]:
 
 
 def _is_first(row: TensorComparison, parting: FirstDifference | None) -> bool:
-    """True if the row is the first difference."""
+    """Return whether the row is the first difference."""
     return parting is not None and row is parting.row
 
 
 def _shown_rows(
     rows: tuple[TensorComparison, ...], parting: FirstDifference | None
 ) -> Iterator[tuple[TensorComparison, str]]:
-    """Yield (row, note) of the rows that the table shows (see Report.table); AFTER rows behind the
-    first difference at most.
+    """Yield (row, note) of the rows that the table shows (see DiffReport.table), at most 4 of them
+    after the first difference, `parting`.
     """
     # the layer that is shown in full
     layer = None if parting is None else recording.layer_of(parting.row.name)
@@ -444,8 +457,8 @@ def _shown_rows(
 
 
 def _is_shown(row: TensorComparison, layer: int | None, parting: FirstDifference | None) -> bool:
-    """True for the residual stream and tensors outside of layers, and for all of the first
-    differing layer in the first differing stage.
+    """Return whether the table shows a forward or backward row: the residual stream, tensors
+    outside layers, and, in the stage of the first difference, everything of its layer.
     """
     if recording.inside(row.name) in ("", *recording.OUTSIDE):
         return True

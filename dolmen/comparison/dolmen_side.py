@@ -61,7 +61,9 @@ class DiffTask:
     """Last stage of DEPTHS to compare."""
 
     def reaches(self, depth: str) -> bool:
-        """True if `depth`, one of DEPTHS, is to be compared."""
+        """Return whether `depth` ("weights", "forward", "backward" or "update") is among the stages
+        to compare.
+        """
         return DEPTHS.index(depth) <= DEPTHS.index(self.until)
 
 
@@ -73,9 +75,10 @@ def record(
     rest: torch.dtype = torch.float32,
     compute: torch.dtype | None = None,
 ) -> Tensors:
-    """Load the model of `source` under `layout` and record this rank's part of a training step, as
-    deep as the task specifies. `rest`: dtype of the parameters; `compute`: of the computation.
-    Collective. Raises as `load_weights`.
+    """Load the model of `source` under `layout`, run one training step on the task's batch, and
+    return what this rank recorded: its shards of weights, activations, gradients and updates, as
+    deep as the task specifies. `rest`: dtype of the stored parameters; `compute`: of the
+    computation. Collective. Raises as `load_weights`.
     """
     rows = len(task.windows)
     schedule = layout.make_schedule(rows, 1)
@@ -85,15 +88,17 @@ def record(
     build.load(model, lambda write: load_weights(source, write, only=model.local_specs()))
     recorder = Recorder(mesh.rank)
     weights = {name: state.local_view(p) for name, p in model.named_parameters()}
-    _add(recorder, "weights", model, weights)
+    _record_local(recorder, "weights", model, weights)
     if task.reaches("forward"):
-        _step(model, task, mesh, layout, recorder)
+        _record_step(model, task, mesh, layout, recorder)
     return recorder.tensors
 
 
-def _step(model: Decoder, task: DiffTask, mesh: Mesh, layout: Layout, recorder: Recorder) -> None:
-    """Run one training step on this rank's part of the batch, and record activations, gradients,
-    moments and updates.
+def _record_step(
+    model: Decoder, task: DiffTask, mesh: Mesh, layout: Layout, recorder: Recorder
+) -> None:
+    """Run one training step on this rank's part of the batch, and add activations, gradients,
+    moments and updates to the recorder.
     """
     rows, length = task.windows.shape[0], task.windows.shape[1] - 1
     # sequences of this dp rank
@@ -119,14 +124,14 @@ def _step(model: Decoder, task: DiffTask, mesh: Mesh, layout: Layout, recorder: 
     before = {n: state.local_view(p).clone() for n, p in model.named_parameters()}
     gradients: dict[str, Tensor] = {}
 
-    def keep(*_: Any) -> None:
-        """Copy the gradients before the optimizer uses them: an optimizer hook."""
+    def copy_gradients(*_: Any) -> None:
+        """Copy the local gradients before the optimizer uses them: an optimizer pre-step hook."""
         local_gradients = {
             name: p.grad for name, p in model.named_parameters() if p.grad is not None
         }
         gradients.update({name: state.local_view(g).clone() for name, g in local_gradients.items()})
 
-    adamw.register_step_pre_hook(keep)
+    adamw.register_step_pre_hook(copy_gradients)
     batch = batch_of(model.spec, task.windows[mesh.dp.rank * mine : (mesh.dp.rank + 1) * mine])
     objective = _RecordingObjective(hooks.logits, objective_of(model.spec, batch))
     # the state and step of a real run, in microbatches of one sequence
@@ -143,19 +148,21 @@ def _step(model: Decoder, task: DiffTask, mesh: Mesh, layout: Layout, recorder: 
         clip = task.optimizer.clip  # the gradients that an update sees are clipped
         # undone below, so that gradients are compared as backward made them
         factor = min(1.0, clip / (metrics.grad_norm + 1e-6)) if clip > 0 else 1.0
-        _add(recorder, "gradients", model, {n: g / factor for n, g in gradients.items()})
+        _record_local(recorder, "gradients", model, {n: g / factor for n, g in gradients.items()})
     if task.reaches("update"):
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         for kind in MOMENTS:
             moments = {n: state.local_view(adamw.state[p][kind]) for n, p in trained.items()}
-            _add(recorder, kind, model, moments)
+            _record_local(recorder, kind, model, moments)
         moved = {n: state.local_view(p) - before[n] for n, p in trained.items()}
-        _add(recorder, "update", model, moved)
+        _record_local(recorder, "update", model, moved)
 
 
-def _add(recorder: Recorder, stage: Stage, model: Decoder, values: dict[str, Tensor]) -> None:
-    """Record this rank's part of tensors (parameter name -> value) that are sharded as their
-    parameters are.
+def _record_local(
+    recorder: Recorder, stage: Stage, model: Decoder, values: dict[str, Tensor]
+) -> None:
+    """Add this rank's shards of tensors (parameter name -> local values) to the recorder; they are
+    sharded as their parameters are.
     """
     for name, p in model.named_parameters():
         if name in values:
@@ -178,7 +185,7 @@ class _RecordingObjective:
         return ()
 
     def count(self, batch: Batch) -> float:
-        """Number of labels that the loss is averaged over."""
+        """Return the number of labels that the wrapped objective's loss is averaged over."""
         return self.objective.count(batch)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
@@ -207,7 +214,9 @@ class Hooks:
         recorder: Recorder,
         gradients: bool,
     ):
-        """Register nothing yet; `gradients`: record gradients of activations too."""
+        """Store what to record, and register no hook yet. `tokens`: of the whole batch;
+        `gradients`: record gradients of activations too.
+        """
         self.model, self.mesh, self.tokens, self.rows_of = model, mesh, tokens, rows
         self.recorder, self.gradients = recorder, gradients
         self.rows: Tensor | None = None
@@ -215,15 +224,15 @@ class Hooks:
         self.stack = ExitStack()
 
     def __enter__(self) -> None:
-        """Register hooks on the model, its layers and the final norm."""
+        """Register forward hooks on the model, its layers and the final norm."""
         model = self.model
         # model hooks bracket one microbatch of one stage
-        self._keep(model.register_forward_pre_hook(self._begin, with_kwargs=True))
-        self._keep(model.register_forward_hook(self._end))
+        self._remove_on_exit(model.register_forward_pre_hook(self._begin, with_kwargs=True))
+        self._remove_on_exit(model.register_forward_hook(self._end))
         for block in model.local_blocks():
-            self._block(block)
+            self._hook_block(block)
         if model.final_norm is not None:
-            self._hook_output(model.final_norm, partial(self._stream, "final_norm"))
+            self._hook_output(model.final_norm, partial(self._record_stream, "final_norm"))
 
     def __exit__(self, *_: object) -> None:
         """Remove all hooks."""
@@ -233,44 +242,46 @@ class Hooks:
         """Record this rank's columns (vocabulary shard) of the logits, which no module outputs."""
         vocabulary = self.model.spec.vocab_size
         first, size = vocabulary_range(vocabulary, self.mesh.tp)
-        self._see("logits", logits.flatten(0, 1), vocabulary, slice(first, first + size))
+        self._record("logits", logits.flatten(0, 1), vocabulary, slice(first, first + size))
 
-    def _keep(self, handle: Any) -> None:
-        """Remove the hook on exit."""
+    def _remove_on_exit(self, handle: Any) -> None:
+        """Remove the hook of this handle when the context ends."""
         self.stack.callback(handle.remove)
 
     def _begin(self, _: nn.Module, args: tuple, options: dict[str, Any]) -> None:
-        """Before the decoder's forward: look up which rows of the batch its stage computes."""
+        """Note, before the decoder's forward, which rows of the batch its pipeline stage computes:
+        a forward pre-hook.
+        """
         self.rows = self.rows_of(options.get("part", 0))
 
     def _end(self, *_: object) -> None:
-        """After the decoder's forward: record nothing until the next one."""
+        """Stop recording after the decoder's forward, until the next one: a forward hook."""
         self.rows = None
 
-    def _block(self, block: TransformerBlock) -> None:
-        """Register hooks on all modules of a layer that are recorded."""
+    def _hook_block(self, block: TransformerBlock) -> None:
+        """Register hooks on all modules of a layer whose inputs or outputs are recorded."""
         layer = f"layers.{block.layer}"
         heads = HeadCounts.from_mixer(self.model.spec.blocks[block.layer].mixer, self.mesh)
         if block.layer == 0:
-            self._hook_input(block, lambda x: self._stream("embed", x))
+            self._hook_input(block, lambda x: self._record_stream("embed", x))
         for name, module in block.named_modules():
             path = f"{layer}.{name}"
             match module:
                 case Norm():
-                    self._norm(module, path, heads)
+                    self._hook_norm(module, path, heads)
                 case Branch():
-                    self._branch(module, path, WITHIN[name], layer, heads)
+                    self._hook_branch(module, path, WITHIN[name], layer, heads)
                 case CoreAttention():
-                    self._scores(module, path.removesuffix(".scores"), heads)
+                    self._hook_scores(module, path.removesuffix(".scores"), heads)
                 case Router():
-                    self._router(module, path)
+                    self._hook_router(module, path)
         for module, name in ((block.attn, f"{layer}.attn"), (block.mlp, f"{layer}.mlp")):
-            self._hook_output(module, partial(self._stream, name))
-        self._hook_output(block, partial(self._stream, layer))
+            self._hook_output(module, partial(self._record_stream, name))
+        self._hook_output(block, partial(self._record_stream, layer))
 
-    def _norm(self, module: Norm, path: str, heads: "HeadCounts") -> None:
-        """Record a norm's output (of the residual stream, or of query or key heads), and the
-        residual stream between attention and MLP, which is the input of mlp_norm.
+    def _hook_norm(self, module: Norm, path: str, heads: "HeadCounts") -> None:
+        """Register hooks that record a norm's output (of the residual stream, or of query or key
+        heads), and for mlp_norm also its input, the residual stream between attention and MLP.
         """
         if path.endswith(("q_norm", "k_norm")):
             number = heads.queries if path.endswith("q_norm") else heads.keys
@@ -280,14 +291,16 @@ class Hooks:
             )
             return
         if path.endswith(".mlp_norm"):
-            self._hook_input(module, partial(self._stream, path.replace("mlp_norm", "middle")))
-        self._hook_output(module, partial(self._stream, path))
+            self._hook_input(
+                module, partial(self._record_stream, path.replace("mlp_norm", "middle"))
+            )
+        self._hook_output(module, partial(self._record_stream, path))
 
-    def _branch(
+    def _hook_branch(
         self, module: Branch, path: str, result: str, layer: str, heads: "HeadCounts"
     ) -> None:
-        """Record the column-parallel projections of attention or MLP, and the input of its output
-        projection as `result`.
+        """Register hooks that record the column-parallel projections of attention or MLP (`module`
+        at `path`), and the input of its output projection as `result`.
         """
         # q, k, v, or gate and up: products with the same input
         columns = [
@@ -302,14 +315,14 @@ class Hooks:
                 if name in ("k", "v"):
                     self._record_heads(f"{path}.{name}", x, heads.keys, heads.first_key, heads.size)
                 else:
-                    self._equal_part(f"{path}.{name}", x)
+                    self._record_even_columns(f"{path}.{name}", x)
 
         self._hook_output(module.products, products)
-        self._hook_output(module.result, partial(self._equal_part, f"{layer}.{result}"))
+        self._hook_output(module.result, partial(self._record_even_columns, f"{layer}.{result}"))
 
-    def _scores(self, module: CoreAttention, path: str, heads: "HeadCounts") -> None:
-        """Record queries, keys and values as they attend. ALiBi appends columns to queries and
-        keys, which are cut off.
+    def _hook_scores(self, module: CoreAttention, path: str, heads: "HeadCounts") -> None:
+        """Register a hook that records the queries, keys and values that enter the attention
+        itself, without the columns that ALiBi appends to queries and keys.
         """
 
         def record_inputs(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -320,51 +333,54 @@ class Hooks:
             self._record_heads(f"{path}.key", k, heads.keys, heads.first_key, size, columns)
             self._record_heads(f"{path}.value", v, heads.keys, heads.first_key, v.shape[-1])
 
-        self._keep(module.register_forward_pre_hook(record_inputs))
+        self._remove_on_exit(module.register_forward_pre_hook(record_inputs))
 
-    def _router(self, module: Router, path: str) -> None:
-        """Record the router's logits. They are equal on all tp ranks, but their gradient is a sum
-        over these.
+    def _hook_router(self, module: Router, path: str) -> None:
+        """Register a hook that records the router's logits. They are equal on all tp ranks, but
+        their gradient is a sum over these.
         """
 
         def record_logits(_: nn.Module, args: tuple, out: tuple[Tensor, ...]) -> None:
             """Record the first output of the router."""
             logits = out[0]
-            self._see(path, logits, logits.shape[-1], slice(0, logits.shape[-1]), partial=True)
+            self._record(path, logits, logits.shape[-1], slice(0, logits.shape[-1]), partial=True)
 
-        self._keep(module.register_forward_hook(record_logits))
+        self._remove_on_exit(module.register_forward_hook(record_logits))
 
     def _hook_output(self, module: nn.Module, see: Callable[[Any], None]) -> None:
-        """Call see(output) after each forward of the module."""
-        self._keep(module.register_forward_hook(lambda module, args, out: see(out)))
+        """Call see(output) after each forward of the module, until the context ends."""
+        self._remove_on_exit(module.register_forward_hook(lambda module, args, out: see(out)))
 
     def _hook_input(self, module: nn.Module, see: Callable[[Any], None]) -> None:
-        """Call see(first argument) before each forward of the module."""
-        self._keep(module.register_forward_pre_hook(lambda module, args: see(args[0])))
+        """Call see(first argument) before each forward of the module, until the context ends."""
+        self._remove_on_exit(module.register_forward_pre_hook(lambda module, args: see(args[0])))
 
-    def _stream(self, name: str, x: Float[Tensor, "here hidden"]) -> None:
-        """Record hidden vectors with all columns; rows are all tokens or, under sequence
-        parallelism, this tp rank's (I@tp or S(0)@tp).
+    def _record_stream(self, name: str, x: Float[Tensor, "here hidden"]) -> None:
+        """Record hidden vectors of the residual stream as tensor `name`, with all columns; rows are
+        all tokens or, under sequence parallelism, this tp rank's (I@tp or S(0)@tp).
         """
-        self._see(name, x, x.shape[-1], slice(0, x.shape[-1]))
+        self._record(name, x, x.shape[-1], slice(0, x.shape[-1]))
 
-    def _equal_part(self, name: str, x: Float[Tensor, "tokens here"]) -> None:
-        """Record a tensor whose columns are divided evenly over tp (S(1)@tp)."""
+    def _record_even_columns(self, name: str, x: Float[Tensor, "tokens here"]) -> None:
+        """Record, as tensor `name`, this rank's columns of a tensor whose columns are divided
+        evenly over tp (S(1)@tp).
+        """
         tp, width = self.mesh.tp, x.shape[-1]
-        self._see(name, x, width * tp.size, slice(tp.rank * width, (tp.rank + 1) * width))
+        self._record(name, x, width * tp.size, slice(tp.rank * width, (tp.rank + 1) * width))
 
     def _record_heads(
         self, name: str, x: Tensor, number: int, first: int, size: int, columns: slice = slice(None)
     ) -> None:
-        """Record this rank's heads, from number `first` of `number`. x is [batch, length, heads
-        here, size], or [..., heads here x size]; `columns` selects columns of each head. Where
-        several tp ranks hold the same key or value head, their gradients are partial sums.
+        """Record this rank's heads, from head `first` of `number` heads on, as tensor `name`. x is
+        [batch, length, heads here, size], or [..., heads here x size]; `columns` selects columns of
+        each head. Where several tp ranks hold the same key or value head, their gradients are
+        recorded as partial sums.
         """
         here = x.shape[-2] if x.ndim == 4 else x.shape[-1] // size
         where = slice(first * size, (first + here) * size)
-        self._see(name, x, number * size, where, number % self.mesh.tp.size > 0, columns)
+        self._record(name, x, number * size, where, number % self.mesh.tp.size > 0, columns)
 
-    def _see(
+    def _record(
         self,
         name: str,
         x: Tensor,
@@ -373,10 +389,10 @@ class Hooks:
         partial: bool = False,
         selected: slice = slice(None),
     ) -> None:
-        """Record x, this rank's rows and the columns `where` of `width`, and its gradient when
-        backward reaches it. x is [tokens, columns] or [..., heads, size]; `selected` selects
-        columns of each head; `partial`: the gradient is a sum over tp. Does nothing outside the
-        decoder's forward.
+        """Record x as this rank's part of tensor `name`: its rows, and the columns `where` of
+        `width`; and the gradient of x when backward reaches it. x is [tokens, columns] or [...,
+        heads, size]; `selected` selects columns of each head; `partial`: the gradient is a sum over
+        tp. Does nothing outside the decoder's forward.
         """
         # a layer that backward recomputes
         if self.rows is None:
@@ -414,7 +430,9 @@ class HeadCounts:
     def from_mixer(
         cls, mixer: spec.AttentionSpec | spec.LatentAttentionSpec, mesh: Mesh
     ) -> "HeadCounts":
-        """Count the heads of a mixer on this rank of the mesh."""
+        """Return the head counts of an attention layer, and the first query and key head of this
+        rank's tp shard.
+        """
         match mixer:
             case spec.AttentionSpec():
                 keys = mixer.kv_heads

@@ -62,7 +62,7 @@ class RecordedShard:
 
     @property
     def index(self) -> tuple[slice | Tensor, ...]:
-        """Index that selects this piece's region of the logical tensor."""
+        """Index that selects this shard's region in the full logical tensor."""
         return self.where if self.rows is None else (self.rows, *self.where[1:])
 
 
@@ -76,8 +76,8 @@ class Recorded:
     pieces: list[RecordedShard] = field(default_factory=list)
 
     def join(self, pieces: list[RecordedShard] | None = None) -> Tensor:
-        """Put the pieces (default: all) together: the last rank's values where several hold a
-        region, or their sum if `partial`. NaN where no rank holds anything.
+        """Return the full tensor assembled from shards (default: all): where several ranks hold a
+        region, the last one's values, or their sum if `partial`. NaN where no rank holds anything.
         """
         pieces = self.pieces if pieces is None else pieces
         dtype = pieces[0].values.dtype
@@ -113,11 +113,13 @@ class Recording:
     tensors: Tensors
 
     def names(self, stage: Stage) -> list[str]:
-        """Names of the tensors of a stage, in the order in which they were recorded."""
+        """Return the names of the tensors of a stage, in the order in which they were recorded."""
         return [name for at, name in self.tensors if at == stage]
 
     def tensor(self, stage: Stage, name: str) -> Tensor | None:
-        """Return a tensor, joined from its pieces; None where this side has not recorded it."""
+        """Return the full tensor of this stage and name, joined from its shards; None where this
+        side has not recorded it.
+        """
         recorded = self.tensors.get((stage, name))
         return None if recorded is None else recorded.join()
 
@@ -149,7 +151,7 @@ class Recorder:
         place.pieces.append(RecordedShard(self.rank, where, on_cpu, rows))
 
     def add_whole(self, stage: Stage, name: str, values: Tensor) -> None:
-        """Record a tensor that this rank holds all of."""
+        """Record a copy of a tensor that this rank holds all of."""
         self.add(stage, name, tuple(values.shape), tuple(slice(0, n) for n in values.shape), values)
 
     def add_number(self, name: str, value: float) -> None:
@@ -158,8 +160,8 @@ class Recorder:
 
 
 def merge_ranks(ranks: list[Tensors]) -> Tensors:
-    """Merge the recordings of several ranks into one, in recorded order: the names of the first
-    rank, then those that only other ranks have.
+    """Merge what several ranks recorded into one mapping of (stage, name) -> shards, in recorded
+    order: the tensors of the first rank, then those that only other ranks have.
     """
     out = Tensors()
     for tensors in ranks:
@@ -178,7 +180,7 @@ def merge_ranks(ranks: list[Tensors]) -> Tensors:
 
 
 def save(folder: Path, tensors: Tensors, rank: int) -> None:
-    """Write this rank's recording into its own new subfolder of `folder`, as safetensors."""
+    """Write what this rank recorded into its own new subfolder of `folder`, as safetensors."""
     stored = dict(_named_pieces(tensors))
     specs = {name: Spec(tuple(t.shape), t.dtype) for name, t in stored.items()}
     # one folder per rank: all ranks write at the same time
@@ -195,7 +197,9 @@ def load(folder: Path, ranks: int) -> Tensors:
 
 
 def _named_pieces(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
-    """Yield (key in the file, tensor) of each piece's values, and of its row indices if any."""
+    """Yield (name in the safetensors file, tensor) of each shard's values, and of its row indices
+    if any; the name encodes stage, tensor, shape, region and rank.
+    """
     for (stage, name), recorded in tensors.items():
         for number, piece in enumerate(recorded.pieces):
             shape = "x".join(map(str, recorded.shape))
@@ -207,7 +211,7 @@ def _named_pieces(tensors: Tensors) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read(folder: Path) -> Tensors:
-    """Read the recording of one rank, the inverse of `_named_pieces`."""
+    """Return what one rank recorded, read from its folder: the inverse of `_named_pieces`."""
     out, stored = Tensors(), safetensors.index(folder)
     for key, entry in stored.items():
         *words, kind = key.split("|")
@@ -273,34 +277,38 @@ END, LAST_ONES = 1 << 30, ("final_norm", "logits", "project_out", *OF_HEAD)
 
 
 def layer_of(name: str) -> int | None:
-    """Layer number of a tensor or parameter name; None outside of layers."""
+    """Return the layer number in the name of a tensor or parameter; None outside of layers."""
     match = LAYER.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def inside(name: str) -> str:
-    """Name of a tensor within its layer, "" for the layer's output; outside of layers the name
-    itself.
+    """Return the part of a tensor's name after its layer, "" for the layer's output; outside of
+    layers the name itself.
     """
     match = LAYER.fullmatch(name)
     return name if match is None else match[2]
 
 
 def place(name: str) -> int:
-    """Sort key by layer: the layer's number, -1 for what precedes the layers, END for what follows
-    them.
+    """Return a sort key of a tensor's name by layer: the layer's number, -1 for what precedes the
+    layers, END for what follows them.
     """
     number = layer_of(name)
     return number if number is not None else END if name.startswith(LAST_ONES) else -1
 
 
 def operation(name: str) -> str:
-    """Description of the operation that computes a forward tensor, for a report."""
+    """Return a phrase for the operation that computes a forward tensor, for a report: "query
+    projection" for layers.0.attn.q.
+    """
     return {**OUTSIDE, **INSIDE}.get(inside(name), "a part of the layer")
 
 
 def gradient_tensor(parameter: str) -> str:
-    """Name of the forward tensor whose gradient, once known, gives that of the parameter."""
+    """Return the name of the forward tensor whose gradient, once known, gives that of the
+    parameter.
+    """
     module, _, _ = parameter.rpartition(".")
     number, word = layer_of(module), inside(module)
     if number is None:
@@ -310,8 +318,8 @@ def gradient_tensor(parameter: str) -> str:
 
 
 def downstream(word: str) -> tuple[str, ...]:
-    """Names of the tensors of a layer that everything computed from its tensor `word` passes
-    through.
+    """Return the names, within a layer, of the tensors that everything computed from the layer's
+    tensor `word` passes through.
     """
     if word in ("mlp.gate", "mlp.up"):
         return ("mlp.act",)

@@ -79,7 +79,9 @@ def _record_update(
     weights: dict[str, Tensor],
     gradients: dict[str, Tensor],
 ) -> None:
-    """Record gradients, their norm, and one AdamW update of `weights`, in fp32 or wider."""
+    """Record gradients, their norm, and one torch.optim.AdamW update of `weights` (parameter name
+    -> tensor) in fp32 or wider; the update only if the task asks for it.
+    """
     for name, gradient in gradients.items():
         recorder.add_whole("gradients", name, gradient)
     params, config = model.spec.params, task.optimizer
@@ -131,19 +133,19 @@ class _TransformersHooks:
         self.stack = ExitStack()
 
     def __enter__(self) -> None:
-        """Register hooks on modules that own weights, on attention and MLP modules, and on whole
-        layers.
+        """Register hooks on modules that own weights, on attention and MLP modules, on whole
+        layers, and on the attention function.
         """
         for entry in self.entries:
             param = self.model.spec.params[entry.ours[0]]
             ours = tuple(name.rpartition(".")[0] for name in entry.ours)
             if entry.hf.endswith(".weight"):
-                self._owner(self.modules[_module(entry)], entry, ours, param)
+                self._hook_owner(self.modules[_module(entry)], entry, ours, param)
         layers: dict[nn.Module, int] = {}
         for number in range(self.model.spec.layers):
-            layer = self._common(f"layers.{number}.")
+            layer = self._common_module(f"layers.{number}.")
             for part in ("attn", "mlp"):
-                inner = self._common(f"layers.{number}.{part}.")
+                inner = self._common_module(f"layers.{number}.{part}.")
                 if inner is not None and inner is not layer:
                     self._hook_output(inner, f"layers.{number}.{part}")
             if layer is not None:
@@ -152,16 +154,18 @@ class _TransformersHooks:
                 self._hook_output(layer, f"layers.{number}")
                 if number == 0:
                     self._hook_input(layer, "embed")
-        see = hub.observe_attention(self.network, ATTENTION, partial(self._attends, layers))
+        see = hub.observe_attention(
+            self.network, ATTENTION, partial(self._record_attention, layers)
+        )
         self.stack.enter_context(see)
 
     def __exit__(self, *_: object) -> None:
         """Remove all hooks."""
         self.stack.close()
 
-    def _common(self, ours: str) -> nn.Module | None:
-        """Return the innermost module that holds all parameters whose names begin with `ours`; None
-        where that is a single parameter's own module.
+    def _common_module(self, ours: str) -> nn.Module | None:
+        """Return the innermost module of transformers that holds all parameters whose names here
+        begin with `ours`; None where that is a single parameter's own module.
         """
         owners = {_module(entry) for entry in self.entries if entry.ours[0].startswith(ours)}
         if len(owners) < 2:
@@ -170,11 +174,11 @@ class _TransformersHooks:
         path = os.path.commonprefix([owner.split(".") for owner in owners])
         return self.modules.get(".".join(path))
 
-    def _owner(
+    def _hook_owner(
         self, module: nn.Module, entry: StoredTensor, ours: Sequence[str], param: ParamSpec
     ) -> None:
-        """Register hooks on a module that owns a weight: its output, split into our projections
-        where it is fused, or for output projections its input.
+        """Register hooks on a module that owns the weights of our modules `ours`: they record its
+        output, split into our projections where it is fused, or, for output projections, its input.
         """
         name = ours[0]
         if param.role in ("norm", "router"):
@@ -194,41 +198,41 @@ class _TransformersHooks:
                 self._hook_output(module, parameter, which)
 
     def _hook_output(self, module: nn.Module, name: str, columns: Tensor | None = None) -> None:
-        """Record the module's output as `name`; `columns`: those of a fused output that belong to
-        it.
+        """Register a hook that records the module's output as tensor `name`; `columns`: those of a
+        fused output that belong to it.
         """
 
         def see(_: nn.Module, args: Any, out: Any) -> None:
             """Record the module's output."""
-            self._see(name, _first(out), columns)
+            self._record(name, _first_output(out), columns)
 
         self.stack.callback(module.register_forward_hook(see).remove)
 
     def _hook_input(self, module: nn.Module, name: str) -> None:
-        """Record the module's first input as `name`."""
+        """Register a hook that records the module's first input as tensor `name`."""
 
         def see(_: nn.Module, args: tuple, options: dict[str, Any]) -> None:
             """Record the module's first argument."""
-            self._see(name, args[0] if args else options["hidden_states"])
+            self._record(name, args[0] if args else options["hidden_states"])
 
         self.stack.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
 
-    def _attends(
+    def _record_attention(
         self, layers: dict[nn.Module, int], module: nn.Module, tensors: dict[str, Tensor]
     ) -> None:
-        """Record queries, keys and values ([batch, heads, length, size]) of the layer that
-        `module`, an attention module, is in.
+        """Record the queries, keys and values ([batch, heads, length, size], by name in `tensors`)
+        of the layer that contains `module`; `layers`: module -> layer number.
         """
         for word, x in tensors.items():
             if module in layers:
-                self._see(f"layers.{layers[module]}.attn.{word}", x, heads_first=True)
+                self._record(f"layers.{layers[module]}.attn.{word}", x, heads_first=True)
 
-    def _see(
+    def _record(
         self, name: str, x: Any, columns: Tensor | None = None, heads_first: bool = False
     ) -> None:
         """Record x of shape [batch, length, features], [batch, length, heads, size] ([batch, heads,
-        length, size] if `heads_first`) or [tokens, features], with all tokens in one dim, and its
-        gradient. Only the first call per name is recorded.
+        length, size] if `heads_first`) or [tokens, features], as tensor `name` with all tokens in
+        one dim, and its gradient. Only the first call per name is recorded.
         """
         if not isinstance(x, Tensor):
             return
@@ -247,10 +251,10 @@ class _TransformersHooks:
 
 
 def _module(entry: StoredTensor) -> str:
-    """Name of the module that owns a stored tensor."""
+    """Return the name of the module that owns a stored tensor: its name without the last part."""
     return entry.hf.rpartition(".")[0]
 
 
-def _first(out: Any) -> Any:
-    """Return a module's output, the first if it is a tuple."""
+def _first_output(out: Any) -> Any:
+    """Return a module's output, or the first element of it if it is a tuple."""
     return out[0] if isinstance(out, tuple) else out

@@ -48,7 +48,7 @@ class Axes:
 
     @property
     def layout(self) -> Layout:
-        """Layout of these sizes, as a run has it."""
+        """The `Layout` with these sizes."""
         return Layout(**asdict(self))
 
 
@@ -68,12 +68,13 @@ class TasksConfig:
     """Folder with your own task files (.yaml)."""
 
     def __post_init__(self):
+        """Raise ValueError for a limit above 1 that is not a whole number."""
         if self.limit is not None and self.limit > 1 and self.limit != int(self.limit):
             raise ValueError(f"limit is {self.limit}: it must be a whole number, or below 1")
 
     @property
     def names(self) -> list[str]:
-        """Names of the tasks."""
+        """The task names in --tasks, split at commas; empty if unset."""
         return [name.strip() for name in (self.tasks or "").split(",") if name.strip()]
 
 
@@ -98,6 +99,9 @@ class DuringConfig(TasksConfig):
     """Seed of the samples, the same at every step."""
 
     def __post_init__(self):
+        """Raise ValueError as TasksConfig, and for an interval without tasks or samples to
+        evaluate.
+        """
         super().__post_init__()
         if self.every is not None and not self.enabled:
             raise ValueError(
@@ -107,7 +111,7 @@ class DuringConfig(TasksConfig):
 
     @property
     def enabled(self) -> bool:
-        """True if anything is evaluated."""
+        """True if tasks or sample completions are evaluated during training."""
         return self.tasks is not None or self.samples is not None
 
 

@@ -54,7 +54,7 @@ class Harness(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the EOS token."""
+        """Id of the tokenizer's EOS token, which lm_eval appends or stops at."""
         return self.tokenizer.eos_token_id
 
     @property
@@ -71,8 +71,8 @@ class Harness(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Return the token ids of a text. `add_special_tokens`: by default as the tokenizer does,
-        but none where the text begins with BOS already.
+        """Return the token ids of a text. `add_special_tokens` None: as the tokenizer does by
+        default, but no special tokens if the text begins with BOS already.
         """
         # chat templates write BOS themselves: it must not be doubled
         has_prefix = string.startswith(self.tokenizer.decode(self.prefix_token_id))
@@ -81,15 +81,16 @@ class Harness(TemplateLM):
         return self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """For each request (context, continuation): the sum of the continuation's log-probabilities
-        in nats, and whether greedy decoding gives it. No progress bar, whatever `disable_tqdm` is.
+        """Return, for each request (context, continuation), the sum of the continuation's
+        log-probabilities in nats, and whether greedy decoding gives it. No progress bar, whatever
+        `disable_tqdm` is.
         """
         return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: Sequence[Pair], **_: Any) -> list[tuple[float, bool]]:
-        """Score (key, context tokens, continuation tokens) as `loglikelihood` does. Contexts are
-        cut on the left to the model's length. Raises ValueError for a continuation that is empty or
-        longer than the model.
+        """Return, for each request (key, context token ids, continuation token ids), what
+        `loglikelihood` does. Contexts are cut on the left to the model's length. Raises ValueError
+        for a continuation that is empty or longer than the model.
         """
         if not requests:
             return []
@@ -113,8 +114,8 @@ class Harness(TemplateLM):
         return list(zip(row_scores.log_likelihoods.tolist(), greedy.tolist(), strict=True))
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = True) -> list[float]:
-        """For each request: the log-probability in nats of its whole text, in disjoint windows of
-        the model's length.
+        """Return, for each request, the log-probability in nats of its whole text, computed in
+        disjoint windows of the model's length. No progress bar, whatever `disable_tqdm` is.
         """
         numbers, windows = [], []
         for number, request in enumerate(requests):
@@ -133,8 +134,8 @@ class Harness(TemplateLM):
         return sums
 
     def generate_until(self, requests: Any, disable_tqdm: bool = True) -> list[str]:
-        """Generate a completion for each request (context, options); requests with equal options
-        run in one batch. The stop strings are not part of the results.
+        """Return a completion for each request (context, options), in order; requests with equal
+        options run in one batch. The stop strings are not part of the results. No progress bar.
         """
         completions = [""] * len(requests)
         batches: dict[str, list[int]] = {}
@@ -149,8 +150,9 @@ class Harness(TemplateLM):
         return completions
 
     def _generate(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
-        """Generate completions of `contexts` with one set of lm_eval's options. Contexts are cut on
-        the left. Raises ValueError where the new tokens leave no place for a context.
+        """Return completions of `contexts`, generated with one set of lm_eval's options. Contexts
+        are cut on the left so that the new tokens fit. Raises ValueError where the new tokens leave
+        no place for a context.
         """
         until = handle_stop_sequences(options["until"], self.tokenizer.decode(self.eot_token_id))
         # tokens of context that leave room for the completion
@@ -176,7 +178,9 @@ class Harness(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render a chat with the tokenizer's template, as text."""
+        """Return the chat rendered as text with the tokenizer's template; without
+        `add_generation_prompt` the last message is left open to be continued.
+        """
         return self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
@@ -204,9 +208,9 @@ def load_task_manager(config: TasksConfig) -> TaskManager:
 def scores(
     loaded: Loaded, tokenizer: PreTrainedTokenizer, config: TasksConfig
 ) -> dict[str, dict[str, float]]:
-    """Run the tasks: task -> metric, as lm_eval names both (`acc,none`) -> value. Collective; equal
-    on every rank. Global random states are as before afterwards. Raises ValueError for an unknown
-    task.
+    """Run the configured lm_eval tasks on a loaded model and return task -> metric, as lm_eval
+    names both (`acc,none`) -> value. Collective; equal on every rank. Global random states are
+    restored afterwards. Raises ValueError for an unknown task.
     """
     manager = load_task_manager(config)
     harness, names = Harness(loaded, tokenizer), list[Any](config.names)
@@ -229,7 +233,7 @@ def scores(
 
 
 def _numbers(results: Any) -> dict[str, dict[str, float]]:
-    """Select the numeric metrics of each task from lm_eval's results."""
+    """Return task -> metric -> value for the numeric metrics in lm_eval's results."""
     return {
         task: {
             name: float(value)

@@ -50,9 +50,9 @@ def load(
     dtype: str | None = None,
     weights: Weights = "stated",
 ) -> Loaded:
-    """Load the model of `source`, sharded over `mesh`, in `dtype` or its own, with `weights` as
-    stated or in int8. Collective. Raises ValueError for a source that cannot be loaded or a model
-    that does not predict a next token.
+    """Load the model of `source`, sharded over `mesh`, for evaluation and generation, in `dtype` or
+    its own, with its linear `weights` as stored or quantised to int8. Collective. Raises ValueError
+    for a source that cannot be loaded or a model that does not predict a next token.
     """
     check_predicts_next_token(source.spec)
     schedule = None

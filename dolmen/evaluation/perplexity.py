@@ -92,7 +92,9 @@ class Windows:
 
     @property
     def words(self) -> str:
-        """Phrase that describes how documents are read, for the report."""
+        """Phrase that says how documents are cut into windows, and which tokens are not counted,
+        for the report.
+        """
         if self.stride == self.window:
             return (
                 f"whole documents of up to {self.window:,} tokens; the first token of each is not "
@@ -105,9 +107,10 @@ class Windows:
 
 
 def windows(corpus: Corpus, end_of_text: int, window: int, stride: int) -> Windows:
-    """Cut each document into windows of at most `window` tokens, `stride` apart. Each token but the
-    first of a document (where windows do not overlap: of a window) is counted once. EOS tokens at
-    the ends of documents are left out. Raises ValueError where no token would be counted.
+    """Cut each document of a tokenised corpus into windows of at most `window` tokens, `stride`
+    apart. Each token but the first of a document (where windows do not overlap: of a window) is
+    counted once. EOS tokens (`end_of_text`) at the ends of documents are left out. Raises
+    ValueError where no token would be counted.
     """
     starts = corpus.offsets[:-1]
     lengths = np.diff(corpus.offsets) - (corpus.last_tokens == end_of_text)
@@ -177,10 +180,10 @@ def score_rows(
     schedule: Schedule | None = None,
     reach: Callable[[int], None] = lambda done: None,
 ) -> RowScores:
-    """Log-probabilities of the counted tokens of each row, and how many are the argmax. Collective
-    over `mesh`, with the same rows and result on every rank. `schedule`: for a pipeline;
-    `reach(counted tokens so far)` reports progress. Raises ValueError for a model that does not
-    predict a next token.
+    """Return for each row the log-probability of its counted tokens, and how many are the model's
+    argmax. Collective over `mesh`, with the same rows and result on every rank. `schedule`: for a
+    pipeline; `reach(counted tokens so far)` is called to report progress. Raises ValueError for a
+    model that does not predict a next token.
     """
     check_predicts_next_token(model.spec)
     order = pipeline.forward_only(schedule or make_schedule("1f1b", 1, 1))
@@ -231,8 +234,8 @@ def _groups(model: Decoder, rows: ScoringRows, mesh: Mesh, micros: int) -> Itera
 
 
 def _batch(model: Decoder, rows: ScoringRows, local_rows: np.ndarray, group: _RowGroup) -> Batch:
-    """Batch of this dp rank's `local_rows`, padded to the group's length, with empty rows up to
-    `group.rows_per_rank`.
+    """Return a batch of this dp rank's `local_rows`, padded to the group's length, with empty rows
+    up to `group.rows_per_rank`; only counted tokens have labels.
     """
     tokens = np.zeros((group.rows_per_rank, group.padded), np.int64)
     labels = np.full(tokens.shape, IGNORED, np.int64)
@@ -251,8 +254,9 @@ def _batch(model: Decoder, rows: ScoringRows, local_rows: np.ndarray, group: _Ro
 
 
 def _score_sequences(hidden: Tensor, head: Any, part: Batch) -> Float64[Tensor, "2 sequences"]:
-    """Per sequence of a microbatch, over this cp rank's tokens: sum of log-probabilities, and
-    number of tokens that are the argmax.
+    """Return, for each sequence of a microbatch, over this cp rank's tokens: the sum of the labels'
+    log-probabilities, and the number of labels that are the argmax. Called as the loss of a
+    forward.
     """
     log_probs, argmax = head.log_probabilities_and_argmax(hidden, part.labels)
     right = argmax == head.local_tokens(part.labels)
@@ -287,7 +291,9 @@ class Evaluation:
 
     @classmethod
     def from_scores(cls, scores: RowScores, text: Windows) -> "Evaluation":
-        """Make the evaluation from the per-row predictions over all of `text`."""
+        """Return the evaluation (loss, perplexity, bits per byte, accuracy) from the scores of all
+        rows of `text`.
+        """
         # exact sum: independent of the order of rows
         nats = -math.fsum(scores.log_likelihoods.tolist())
         loss = nats / text.tokens
@@ -305,13 +311,15 @@ class Evaluation:
         )
 
     def json_values(self) -> dict[str, Any]:
-        """Values for --json; an infinite perplexity is None."""
+        """Return the fields as plain values for --json; an infinite perplexity is None."""
         finite = self.perplexity if math.isfinite(self.perplexity) else None
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return values | {"perplexity": finite}
 
     def table(self, title: str) -> Table:
-        """Table for a rich console, within 80 columns; `title` is the model's."""
+        """Return the evaluation as a table for a rich console, within 80 columns; `title` names the
+        model.
+        """
         table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold", max_width=60)
@@ -337,7 +345,7 @@ def open_text(
     progress: bool = True,
     verify: bool = True,
 ) -> Windows:
-    """Tokenise the text of `config` with its tokenizer, default the source's, and cut it into
+    """Tokenise the text of `config` with its tokenizer (default: the source's) and cut it into
     windows; read from the cache (`verify`: compare its digests) if it was tokenised before. Raises
     ValueError, KeyError or OSError for a missing text or tokenizer, a tokenizer larger than the
     model's vocabulary, or windows longer than its positions.
@@ -368,8 +376,8 @@ def open_text(
 
 
 def window_of(model: ModelSpec, window: int | None, stride: int | None) -> tuple[int, int]:
-    """Return (window, stride) in tokens: as given, by default the model's full length, without
-    overlap. Raises ValueError for values out of range.
+    """Return (window, stride) in tokens: as given, None being the model's full length for the
+    window and the window (no overlap) for the stride. Raises ValueError for values out of range.
     """
     most = model.max_position_embeddings
     window = most if window is None else window
@@ -388,8 +396,9 @@ def window_of(model: ModelSpec, window: int | None, stride: int | None) -> tuple
 
 
 def evaluate(loaded: Loaded, text: Windows, progress: bool = True) -> Evaluation:
-    """Evaluate a loaded model on `text`. Collective; every rank returns the same. `progress`: a bar
-    on rank 0. Raises ValueError for a loss that is not finite.
+    """Return loss, perplexity, bits per byte and accuracy of a loaded model on `text`. Collective;
+    every rank returns the same. `progress`: a bar on rank 0. Raises ValueError for a loss that is
+    not finite.
     """
     mesh = loaded.mesh
     title = f"evaluating {text.tokens:,} tokens in {plural(len(text.rows.lengths), 'window')}"

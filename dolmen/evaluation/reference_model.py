@@ -21,8 +21,9 @@ from dolmen.families import ModelConfig, weight_map
 def random_tokens(
     vocabulary: int, shape: tuple[int, int], padding: int | None, seed: int
 ) -> Int64[Tensor, "sequences window"]:
-    """Random token ids without `padding`: transformers gives that embedding row no gradient
-    (padding_idx), while dolmen treats it as any token, so it would show as a difference of 1e-2.
+    """Return random token ids below `vocabulary`, of this shape, by `seed`, without the id
+    `padding` (None: with all): transformers gives that embedding row no gradient (padding_idx),
+    while dolmen treats it as any token, so it would show as a difference of 1e-2.
     """
     generator = torch.Generator().manual_seed(seed)
     if padding is None or vocabulary == 1:  # of one token, nothing else can be sampled
@@ -66,8 +67,9 @@ def load_reference(
 def logits_and_loss(
     network: Any, stated: ModelConfig, batch: Batch
 ) -> tuple[Float[Tensor, "sequences length vocabulary"], Float[Tensor, ""]]:
-    """Run transformers' `network` on a batch: its logits, and the mean cross-entropy over labels,
-    plus that of the next-sentence head if the model `stated` has one. The loss is in fp32 or wider.
+    """Run transformers' `network` on a batch; return its logits, and the mean cross-entropy over
+    labels, plus that of the next-sentence head if the model `stated` has one. The loss is in fp32
+    or wider.
     """
     tokens = batch.tokens.to(network.device)
     out = network(tokens, **({} if stated.spec.both_ways else {"use_cache": False}))
@@ -83,7 +85,9 @@ def logits_and_loss(
 
 @contextmanager
 def fp32_products() -> Iterator[None]:
-    """Context manager: fp32 matrix products in full fp32, not in TF32, which keeps 10 bits."""
+    """Context manager in which fp32 matrix products run in full fp32, not in TF32, which keeps 10
+    bits.
+    """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -94,7 +98,7 @@ def fp32_products() -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Context manager: transformers shows errors only, no progress bars or advice."""
+    """Context manager in which transformers prints errors only, no progress bars or advice."""
     from transformers import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -109,8 +113,8 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def tensors_by_our_names(model: ModelConfig, stored: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of transformers' parameters (weights or gradients) under our names, split by
-    the import rules, which are linear.
+    """Return dolmen's parameter name -> tensor, for tensors of transformers' parameters (`stored`:
+    its name -> weight or gradient): fused ones are split by the import rules.
     """
     weights = weight_map(model)
     named = {weights.canonical(name): tensor for name, tensor in stored.items()}

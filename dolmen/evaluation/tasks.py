@@ -16,7 +16,7 @@ Scores = Mapping[str, Mapping[str, float]]
 
 
 def check(config: TasksConfig) -> None:
-    """Raise ValueError where no task is named, lm_eval is not installed, or does not know a
+    """Raise ValueError where --tasks is empty, lm_eval is not installed, or it does not know a
     task.
     """
     if not config.names:
@@ -31,14 +31,16 @@ def check(config: TasksConfig) -> None:
 
 
 def scores(loaded: Loaded, tokenizer: PreTrainedTokenizer, config: TasksConfig) -> Scores:
-    """Run the tasks with lm_eval; see harness.scores."""
+    """Run the configured lm_eval tasks and return task -> metric -> value (see harness.scores).
+    Collective.
+    """
     from dolmen.evaluation import harness  # an extra, and seconds to import
 
     return harness.scores(loaded, tokenizer, config)
 
 
 def table(results: Scores) -> Table:
-    """Table of the scores for a rich console."""
+    """Return the scores as a table for a rich console."""
     grid = Table("task", "metric", box=None, padding=(0, 2, 0, 0))
     grid.add_column("", justify="right")
     for task, numbers in results.items():

@@ -26,8 +26,8 @@ from dolmen.parallel.simulation import make_schedule
 
 
 def batch_of(spec: ModelSpec, windows: Int64[np.ndarray, "sequences window"]) -> Batch:
-    """Make the batch of windows [sequences, length + 1] of tokens. Labels are the next tokens, or
-    for an encoder the tokens themselves; with a next-sentence head, every other sequence is
+    """Return the batch of windows [sequences, length + 1] of token ids. Labels are the next tokens,
+    or for an encoder the tokens themselves; with a next-sentence head, every other sequence is
     labelled as following.
     """
     if not spec.both_ways:
@@ -41,9 +41,9 @@ def batch_of(spec: ModelSpec, windows: Int64[np.ndarray, "sequences window"]) ->
 
 
 def objective_of(spec: ModelSpec, batch: Batch) -> Objective:
-    """Return the pretraining objective of the model on this batch: cross-entropy, or masked LM with
-    next-sentence prediction, as the sum of two means (over tokens, over sequences), like
-    transformers.
+    """Return the pretraining objective of the model on this batch: cross-entropy of the next token
+    (or of an encoder's labels), or, with a next-sentence head, the sum of two means, the masked-LM
+    loss over tokens and the next-sentence loss over sequences, like transformers.
     """
     if not has_next_sentence_head(spec):
         return CrossEntropy()
@@ -51,7 +51,7 @@ def objective_of(spec: ModelSpec, batch: Batch) -> Objective:
 
 
 def has_next_sentence_head(spec: ModelSpec) -> bool:
-    """True if the model has a next-sentence prediction head."""
+    """Return whether the model has a next-sentence prediction head (BERT)."""
     return spec.both_ways and spec.head.follows
 
 
@@ -71,7 +71,7 @@ class Losses(NamedTuple):
     """Further metrics of the objective."""
 
     def bits_per_byte(self, size: int) -> float:
-        """Return the loss in bits per byte, where the tokens are `size` bytes of text."""
+        """Return the loss in bits per byte of the evaluated text, which has `size` bytes."""
         return self.nats / size / math.log(2)
 
 
@@ -82,11 +82,12 @@ def mean_loss(
     schedule: Schedule | None = None,
     objective: Objective = NEXT_TOKEN,
 ) -> Losses:
-    """Mean loss over all batches of all ranks. Collective: each dp rank passes its own batches, and
-    every rank returns the same result for any layout. Batches may differ in size, but under ZeRO
-    each rank must pass equally many, as a forward is a collective. `schedule`: for a pipeline,
-    whose microbatches must divide a batch. Raises ValueError where no label carries a loss, and for
-    a model with another head than the objective's.
+    """Return the mean loss over all batches of all ranks, with token count and metrics. Collective:
+    each dp rank passes its own batches, and every rank returns the same result for any layout.
+    Batches may differ in size, but under ZeRO each rank must pass equally many, as a forward is a
+    collective. `schedule`: for a pipeline, whose microbatches must divide a batch. Raises
+    ValueError where no label carries a loss, and for a model with another head than the
+    objective's.
     """
     check(objective, model.spec)
     # the metrics in the order of names, then nats, tokens, count: exact in float64 up to 2^53
@@ -115,7 +116,7 @@ def mean_loss(
 def _sums(
     model: Decoder, batch: Batch, mesh: Mesh, order: Schedule, objective: Objective
 ) -> Tensor:
-    """Return this rank's sums over one batch, float64: the objective's metrics, then the loss."""
+    """Return this rank's sums over one batch, float64: the objective's metrics, then its loss."""
     total = torch.zeros(len(objective.names) + 1, dtype=torch.float64, device=mesh.device)
     for output in forward.forward(model, batch, mesh, order, objective):
         total += torch.stack((*output.metrics, output.total.detach()))

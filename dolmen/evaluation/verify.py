@@ -67,7 +67,7 @@ class VerifyReport:
         return all(row.ok for row in self.rows)
 
     def table(self) -> Table:
-        """Table of all rows for a rich console."""
+        """Return the comparison as a table for a rich console, a row per quantity."""
         caption = "\n".join(self.notes) or None
         table = Table(
             "compared",
@@ -119,7 +119,7 @@ class _Tokens:
         return self.windows[:, : self.prompt]
 
     def batch(self, spec: ModelSpec) -> Batch:
-        """Training batch of the windows."""
+        """Return the windows as a training batch for the model `spec`."""
         return batch_of(spec, self.windows.cpu().numpy())
 
 
@@ -167,8 +167,8 @@ def verify(
 
 
 def _differences(source: ModelSource, against: ModelSource) -> list[str]:
-    """Return a note for each config value in which the two differ. Raises ValueError where shapes
-    differ, a source cannot be read, or transformers has no such model.
+    """Return a note for each config.json field in which the two models differ. Raises ValueError
+    where shapes differ, a source cannot be read, or transformers has no such model.
     """
     check_expressible(against.model, against.spec)
     if not against.model.family.in_transformers:
@@ -190,8 +190,8 @@ def _differences(source: ModelSource, against: ModelSource) -> list[str]:
 
 
 def _tokens(spec: ModelSpec, length: int, device: torch.device, padding: int | None) -> _Tokens:
-    """Random tokens for the comparison: `length` + 1 per sequence, or as many as the model's
-    positions allow. Raises ValueError for a `length` below 1.
+    """Return random tokens for the comparison: `length` + 1 per sequence, or as many as the model's
+    positions allow, without the id `padding`. Raises ValueError for a `length` below 1.
     """
     most = spec.max_position_embeddings
     if length < 1:
@@ -205,8 +205,9 @@ def _tokens(spec: ModelSpec, length: int, device: torch.device, padding: int | N
 def _run_transformers(
     folder: Path, stated: ModelConfig, tokens: _Tokens, device: torch.device, gradients: bool
 ) -> Reference:
-    """Run transformers on a folder of the model `stated`: logits, loss, gradients if wanted, and
-    greedy tokens for causal models.
+    """Load transformers' model from `folder` (which dolmen reads as `stated`), run it on the
+    tokens, and return its logits, loss, gradients if wanted, and greedily generated tokens for
+    causal models.
     """
     from transformers import GenerationConfig  # 2.4 s to import: not owed by `--help`
 
@@ -247,8 +248,8 @@ def _run_transformers(
 def _compare(
     model: Decoder, mesh: Mesh, tokens: _Tokens, reference: Reference | None, gradients: bool
 ) -> list[VerifyRow]:
-    """Compute logits, loss, gradients and greedy tokens with dolmen, and return a row for each.
-    Collective; on ranks without a `reference` the rows are zeros.
+    """Compute logits, loss, gradients and greedy tokens with dolmen, and return a comparison of
+    each with the reference. Collective; on ranks without a `reference` the numbers are zeros.
     """
     batch = tokens.batch(model.spec)
     objective, count = objective_of(model.spec, batch), batch.weight
@@ -291,8 +292,8 @@ FLOOR = 1e-3  # key biases have gradient zero, the rest is rounding
 def logits_row(
     logits: Float[Tensor, "sequences length vocab"], reference: Reference | None
 ) -> VerifyRow:
-    """Largest absolute difference of the logits, allowed LOGITS of the largest logit; zeros without
-    a reference.
+    """Return the comparison of the logits: their largest absolute difference, of which LOGITS times
+    the largest logit is allowed; zeros without a reference.
     """
     if reference is None:
         return VerifyRow("logits", 0, 0)
@@ -307,7 +308,9 @@ def logits_row(
 
 
 def relative_row(name: str, ours: float, reference: float | None, tolerance: float) -> VerifyRow:
-    """Row of |ours - reference| / |reference|; zeros without a reference."""
+    """Return the comparison of one number: |ours - reference| / |reference|, NaN if the reference
+    is 0; zeros without a reference.
+    """
     if reference is None:
         return VerifyRow(name, 0, 0)
     difference = abs(ours - reference) / abs(reference) if reference else math.nan
@@ -315,9 +318,10 @@ def relative_row(name: str, ours: float, reference: float | None, tolerance: flo
 
 
 def gradient_rows(model: Decoder, reference: dict[str, Tensor] | None) -> list[VerifyRow]:
-    """Two rows: the norm of the whole gradient, and the parameter whose gradient differs most, as
-    |ours - reference| / |reference|, which counts as at least FLOOR of the whole norm. Gathers and
-    frees one gradient at a time. Zeros without a reference.
+    """Return two comparisons: the norm of the whole gradient, and the parameter whose gradient
+    differs most, as |ours - reference| / |reference|, which counts as at least FLOOR of the whole
+    norm. Gathers each gradient on every rank, one at a time, and frees it. Zeros without a
+    reference.
     """
     ours, differences = 0.0, {}
     for name, p in model.named_parameters():
@@ -354,8 +358,9 @@ def gradient_rows(model: Decoder, reference: dict[str, Tensor] | None) -> list[V
 def greedy_row(
     continued: list[list[int]], reference: Reference | None, tolerance: float
 ) -> VerifyRow:
-    """Number of generated texts that differ. A text whose first different token has a logit within
-    twice the tolerance counts as a tie, not as a difference.
+    """Return the comparison of generated token ids: how many of the sequences differ from
+    transformers', 0 allowed. A sequence whose first different token has a logit within twice the
+    `tolerance` counts as a tie, not as a difference. Zeros without a reference.
     """
     if reference is None:
         return VerifyRow("greedy tokens", 0, 0)
@@ -382,7 +387,7 @@ def greedy_row(
 
 
 def broadcast_rows(rows: list[VerifyRow], mesh: Mesh) -> tuple[VerifyRow, ...]:
-    """Return the rows with rank 0's numbers on every rank (collective)."""
+    """Return the comparisons with rank 0's differences and tolerances on every rank. Collective."""
     numbers = torch.tensor(
         [[row.difference, row.tolerance] for row in rows], dtype=torch.float64, device=mesh.device
     )

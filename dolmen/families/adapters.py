@@ -50,6 +50,9 @@ class AdapterConfig:
     """
 
     def __post_init__(self):
+        """Raise ValueError for an option without a rank, which would have no effect, and for empty
+        targets.
+        """
         # options that would have no effect
         options = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
         if self.rank is None and options:
@@ -80,8 +83,9 @@ class AdapterConfig:
 
 
 def targets(model: ModelConfig, names: Collection[str]) -> frozenset[str]:
-    """Return the full names of the weights that `names` select ("all-linear": all that take an
-    adapter). Raises ValueError for a name that selects none.
+    """Return the full names of our weights that get an adapter: of every module, in every layer,
+    whose name in transformers ends in one of `names` (q_proj); with "all-linear" of all that can
+    have one. Raises ValueError for a name that selects none.
     """
     known = _module_weights(model)
     if unknown := sorted(set(names) - known.keys() - {ALL}):
@@ -99,8 +103,8 @@ def targets(model: ModelConfig, names: Collection[str]) -> frozenset[str]:
 
 
 def _module_weights(model: ModelConfig) -> dict[str, set[str]]:
-    """Return last part of a module's name in transformers (q_proj) -> our full names of its
-    weights, of all that can have an adapter.
+    """Return, for everything that can have an adapter: last part of a module's name in transformers
+    (q_proj) -> full names of our weights that such modules store, in all layers.
     """
     params, weights = model.spec.params, dict[str, set[str]]()
     for stored, entry in weight_map(model).entries.items():
@@ -111,5 +115,7 @@ def _module_weights(model: ModelConfig) -> dict[str, set[str]]:
 
 
 def _module_name(stored: str) -> str:
-    """Return the last part of a module's name: q_proj of model.layers.0.self_attn.q_proj.weight."""
+    """Return the last part of a stored weight's module name: q_proj for
+    model.layers.0.self_attn.q_proj.weight.
+    """
     return stored.removesuffix(".weight").rpartition(".")[2]

@@ -42,8 +42,9 @@ def assume_variant(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of a Baichuan config.json. Raises ValueError for a z_loss_weight, which
-    changes the loss and no logit.
+    """Return the spec of a Baichuan or Baichuan 2 config.json, with the head and positions (rope or
+    ALiBi) that it states or that are assumed. Raises ValueError for a z_loss_weight, which changes
+    the loss and no logit.
     """
     if config["z_loss_weight"]:
         raise ValueError(
@@ -63,7 +64,9 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Baichuan config.json for a spec."""
+    """Return the fields of a Baichuan config.json that `common.write` does not state: `head` and
+    `positions`.
+    """
     mixer = common.attention(spec)
     return {
         "head": HEADS[spec.head.normalised],
@@ -79,8 +82,8 @@ def rules(spec: ModelSpec) -> list[Rule]:
 
 
 def _longest(config: Mapping[str, Any], value: int) -> dict[str, Any]:
-    """Return the field for the longest sequence under the name that the config.json uses: 13B is
-    recognised by it.
+    """Return {field name: value} for the longest sequence, under the name that the config.json uses
+    (max_position_embeddings if none): the 13B model is recognised by it.
     """
     return {next((name for name in LONGEST if config.get(name) is not None), LONGEST[0]): value}
 

@@ -223,8 +223,8 @@ def read_chatglm2(config: dict[str, Any]) -> ModelSpec:
 
 
 def _rope(size: int, ratio: float, ratio_of: str) -> RopeSpec:
-    """Return rope over `size` elements: rope_ratio divides positions or multiplies the base, by
-    `ratio_of`.
+    """Return rope over `size` elements of a head, pairs of neighbours, where the config's
+    rope_ratio divides the positions or multiplies the base, by `ratio_of`.
     """
     if ratio_of == "positions":
         return RopeSpec(size, THETA, LinearScaling(ratio), interleaved=True)
@@ -232,8 +232,8 @@ def _rope(size: int, ratio: float, ratio_of: str) -> RopeSpec:
 
 
 def _ratio_of(config: Mapping[str, Any]) -> str | None:
-    """Return what rope_ratio applies to, from the config or the checkpoint's name; None if neither
-    says. A ratio of 1 changes nothing.
+    """Return what rope_ratio applies to, "base" or "positions": from the config, else from the name
+    of the checkpoint; None if neither says. "base" for a ratio of 1, which changes nothing.
     """
     if config["rope_ratio"] == 1:
         return RATIO_OF[0]
@@ -277,7 +277,9 @@ def chatglm2_rules(spec: ModelSpec) -> list[Rule]:
 
 
 def is_chatglm2_config(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json has fields that ChatGLM-6B lacks."""
+    """Return whether a config.json of model_type "chatglm" is of ChatGLM2 or later: it has fields
+    that ChatGLM-6B lacks.
+    """
     chatglm_fields = {
         "padded_vocab_size",
         "ffn_hidden_size",
@@ -290,7 +292,7 @@ def is_chatglm2_config(config: Mapping[str, Any]) -> bool:
 
 
 def frame_chatglm2(tokens: list[int], ids: Ids) -> list[int]:
-    """Return prompt tokens after [gMASK] sop; unchanged if they contain [gMASK]."""
+    """Return a prompt's token ids with [gMASK] sop in front; unchanged if they contain [gMASK]."""
     return tokens if ids["gmask"] in tokens else [ids["gmask"], ids["sop"], *tokens]
 
 

@@ -56,13 +56,13 @@ def cases_of(model_type: str) -> list[Checked]:
 
 
 def worst(rows: list[Checked], number: str) -> float:
-    """Return the largest value of the field `number` over the cases."""
+    """Return the largest value of the field named `number` over the cases."""
     return max(vars(row)[number] for row in rows)
 
 
 def layouts(rows: list[Checked]) -> dict[str, str]:
-    """Return layout -> "" if the layout reproduces the gradients of one process in all cases, else
-    "3 of 4".
+    """Return layout -> "" if the model could be split so in every case (its gradients were compared
+    with those of one process), else in how many of them, "3 of 4".
     """
     names = list(dict.fromkeys(name for row in rows for name in row.layouts))
     done = {n: sum(not isinstance(row.layouts.get(n, ""), str) for row in rows) for n in names}

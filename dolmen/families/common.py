@@ -54,14 +54,16 @@ NO_WINDOWS = {**NO_LAYER_TYPES, WINDOW_SIZE.name: (None,)}
 
 
 def layer_types_field(otherwise: str) -> Field:
-    """Return the field `layer_types`; `otherwise` describes, in its help, what None means."""
+    """Return the config.json Field `layer_types`: full_attention or sliding_attention per layer,
+    default null. `otherwise`: text for its help that says which layers slide if it is null.
+    """
     kind = Annotated[list[Literal[FULL, SLIDING]] | None, MaxLen(kinds.MOST_LAYERS)]
     return Field("layer_types", kind, None, f"{FULL} or {SLIDING}, per layer; None: {otherwise}.")
 
 
 def pattern_fields(every: int) -> tuple[Field, Field]:
-    """Return the fields layer_types and sliding_window_pattern of a family in which every
-    `every`-th layer has full attention and all others a window.
+    """Return the config.json Fields layer_types and sliding_window_pattern of a family in which
+    every n-th layer has full attention and all others a window; `every`: the default n.
     """
     name = "sliding_window_pattern"
     help_text = "Every n-th layer has full attention, if layer_types is None."
@@ -70,8 +72,9 @@ def pattern_fields(every: int) -> tuple[Field, Field]:
 
 
 def pattern_windows(config: dict[str, Any]) -> list[int | None]:
-    """Return the sliding window of each layer (None: full attention), by layer_types or else by
-    sliding_window_pattern: every n-th layer is full.
+    """Return the sliding window of each layer in tokens (None: full attention), by layer_types or
+    else by sliding_window_pattern n: layers n, 2n, ..., counted from 1, are full. Raises ValueError
+    as `typed_windows`.
     """
     interval = config["sliding_window_pattern"]
     # numbered from 1: every n-th has full attention
@@ -80,17 +83,19 @@ def pattern_windows(config: dict[str, Any]) -> list[int | None]:
 
 
 def uniform_windows(config: dict[str, Any], used: bool = True) -> list[int | None]:
-    """Return the window of each layer: sliding_window for all if `used`, else None for all."""
+    """Return the same window for every layer: the config's sliding_window in tokens if `used`, else
+    None (full attention).
+    """
     return [config[WINDOW_SIZE.name] if used else None] * config["num_hidden_layers"]
 
 
 def typed_windows(
     config: dict[str, Any], otherwise: Sequence[str], used: bool = True
 ) -> list[int | None]:
-    """Return the window of each layer: sliding_window where its type is sliding (and
-    `used`), else None. The types are `layer_types`, or `otherwise` if that is None. Raises
-    ValueError if their number is not that of the layers, and if a layer slides without a window
-    size.
+    """Return the window of each layer in tokens: the config's sliding_window where the layer's type
+    is sliding_attention and `used`, else None (full attention). The types are the config's
+    `layer_types`, or `otherwise` if that is null. Raises ValueError if their number is not that of
+    the layers, and if a layer slides without a window size.
     """
     layers, stated = config["num_hidden_layers"], config["layer_types"]
     of = list(otherwise if stated is None else stated)
@@ -120,12 +125,16 @@ def window_sizes(spec: ModelSpec) -> list[int | None]:
 
 
 def first_window(spec: ModelSpec) -> int | None:
-    """Return the size of the first layer that has a window (the field sliding_window), or None."""
+    """Return the window in tokens of the first layer that has one (the field sliding_window); None
+    if no layer has.
+    """
     return next((size for size in window_sizes(spec) if size is not None), None)
 
 
 def layer_types(spec: ModelSpec) -> list[str]:
-    """Return the type of each layer, as the field layer_types has it."""
+    """Return the field layer_types for a spec: "sliding_attention" for each layer with a window,
+    else "full_attention".
+    """
     return [FULL if size is None else SLIDING for size in window_sizes(spec)]
 
 
@@ -140,20 +149,24 @@ INITIALIZER_RANGE = Field(
 
 
 def vocab_size(default: int) -> Field:
-    """Return the field `vocab_size`, the first one of each family, with its default."""
+    """Return the config.json Field `vocab_size`, the first one of each family, with this
+    default.
+    """
     help_text = "Rows of the embedding and of the head, tokens."
     return Field("vocab_size", kinds.VOCABULARY, default, help_text)
 
 
 def eps(name: str, default: float) -> Field:
-    """Return the field of the norms' epsilon under the family's `name`, with its default."""
+    """Return the config.json Field for the epsilon of the norms, which the family calls `name`,
+    with this default; the command line also accepts `norm_eps`.
+    """
     help_text = "Added to the variance inside every norm."
     return Field(name, NonNegative, default, help_text, common=("norm_eps",))
 
 
 STANDARD = {
-    one.name: one
-    for one in (
+    field.name: field
+    for field in (
         Field("hidden_size", kinds.WIDTH, help="Width of the residual stream."),
         Field("intermediate_size", kinds.WIDTH, help="Width of the feed-forward layer."),
         Field("num_hidden_layers", kinds.LAYERS, help="Decoder blocks."),
@@ -174,21 +187,23 @@ TABLE_LENGTH = "Maximum sequence length in tokens: rows of the position embeddin
 
 
 def standard(
-    name: str, default: Any, own: str = "", *, aliased: bool = False, help: str = ""
+    name: str, default: Any, family_name: str = "", *, aliased: bool = False, help: str = ""
 ) -> Field:
-    """Return the field of STANDARD that is usually called `name`, with the family's default and its
-    `own` name. `aliased`: a config.json may have the usual name too. `help`: another help text.
+    """Return the config.json Field of STANDARD that is usually called `name`, with the family's
+    `default` (None: null is allowed too). `family_name`: the family's name of it, if that is
+    another one; the usual name then works on the command line and, if `aliased`, in a config.json.
+    `help`: another help text.
     """
     field = STANDARD[name]
-    others = (name,) if own else ()
+    usual = (name,) if family_name else ()
     return replace(
         field,
-        name=own or name,
+        name=family_name or name,
         kind=field.kind | None if default is None else field.kind,
         default=default,
         help=help or field.help,
-        aliases=others if aliased else (),
-        common=() if aliased else others,
+        aliases=usual if aliased else (),
+        common=() if aliased else usual,
     )
 
 
@@ -202,23 +217,26 @@ TIED = {
 
 
 def last_fields(eps: Field, tied: bool) -> tuple[Field, ...]:
-    """Return the last fields of each family: the norms' `eps`, initializer_range, and
-    tie_word_embeddings, whose default is `tied`.
+    """Return the three config.json Fields that end each family's list: the norms' `eps`,
+    initializer_range, and tie_word_embeddings, whose default is `tied`.
     """
     return eps, INITIALIZER_RANGE, TIED[tied]
 
 
 def layer_norm(config: dict[str, Any], eps: Field = LAYER_NORM_EPS) -> NormSpec:
-    """Return the spec of a LayerNorm with bias, whose epsilon is the config's field `eps`."""
+    """Return the spec of a LayerNorm with weight and bias, whose epsilon is the value of the field
+    `eps` in the config.
+    """
     return NormSpec("layernorm", float(config[eps.name]), bias=True)
 
 
 def head_size(config: dict[str, Any], fields: Sequence[Field], instead: str = "") -> int:
-    """Return hidden_size / num_attention_heads. Raises ValueError with both numbers, the option to
-    set and the alternative `instead` if it is not an integer.
+    """Return hidden_size / num_attention_heads of a config, whose family has `fields`. Raises
+    ValueError if it is not an integer, with both numbers, the option to set and `instead`, a text
+    that names an alternative.
     """
-    own = names(fields)
-    hidden, heads = own["hidden_size"], own["num_attention_heads"]
+    family_names = names(fields)
+    hidden, heads = family_names["hidden_size"], family_names["num_attention_heads"]
     width, number = config[hidden], config[heads]
     if width % number:
         raise ValueError(
@@ -245,10 +263,10 @@ def plain_mlp(config: dict[str, Any], fields: Sequence[Field], bias: bool = True
     """Return the spec of an ungated feed-forward layer, by the family's `fields`. An intermediate
     size of None is 4 times the hidden size; `bias`: both projections have biases.
     """
-    own = names(fields)
-    inner = config[own["intermediate_size"]]
-    size = 4 * config[own["hidden_size"]] if inner is None else inner
-    return MLPSpec(size, False, activation(config, own["hidden_act"]), bias)
+    family_names = names(fields)
+    inner = config[family_names["intermediate_size"]]
+    size = 4 * config[family_names["hidden_size"]] if inner is None else inner
+    return MLPSpec(size, False, activation(config, family_names["hidden_act"]), bias)
 
 
 def make_spec(
@@ -262,48 +280,54 @@ def make_spec(
     that `fields` state; the final norm is that of the first block. `embedding` unset: a plain token
     table. Raises ValueError for an `initializer_range` that is not finite.
     """
-    own = names(fields)
+    family_names = names(fields)
     return ModelSpec(
-        hidden_size=config[own["hidden_size"]],
-        embedding=EmbeddingSpec(config[own["vocab_size"]]) if embedding is None else embedding,
+        hidden_size=config[family_names["hidden_size"]],
+        embedding=EmbeddingSpec(config[family_names["vocab_size"]])
+        if embedding is None
+        else embedding,
         runs=group_repeats(blocks),
         final_norm=blocks[0].norm,
         head=LMHeadSpec(tied=config["tie_word_embeddings"]),
-        max_position_embeddings=config[own["max_position_embeddings"]],
-        initializer_range=float(config[own["initializer_range"]]),
+        max_position_embeddings=config[family_names["max_position_embeddings"]],
+        initializer_range=float(config[family_names["initializer_range"]]),
         blanks=blanks,
     )
 
 
 def write(family: Family, spec: ModelSpec) -> dict[str, Any]:
-    """Return the config.json fields that determine the spec: the common ones of WRITTEN (and of
-    WRITTEN_EXPERTS, from the first MoE layer) under the family's names, and those that
-    `family.write` states itself, which win. Raises ValueError for a spec of other components.
+    """Return the config.json fields that determine the spec, under the family's names: the common
+    ones of WRITTEN, those of WRITTEN_EXPERTS from the first MoE layer, and those that
+    `family.write` states itself, which win. Raises ValueError for a spec with components that the
+    family cannot express.
     """
-    own, stated = names(family.fields), family.write(spec)
-    left = {name for name, field in own.items() if field not in stated}
-    written = {own[name]: value(spec) for name, value in WRITTEN.items() if name in left}
+    family_names, stated = names(family.fields), family.write(spec)
+    left = {name for name, field in family_names.items() if field not in stated}
+    written = {family_names[name]: value(spec) for name, value in WRITTEN.items() if name in left}
     if sparse := sparse_layers(spec):
         experts = WRITTEN_EXPERTS.items()
-        written |= {own[name]: value(sparse[0]) for name, value in experts if name in left}
+        written |= {family_names[name]: value(sparse[0]) for name, value in experts if name in left}
     for name in {"hidden_act", "rope_parameters"} & left:
-        written[own[name]] = (_write_act if name == "hidden_act" else _write_rope)(family, spec)
+        written[family_names[name]] = (_write_act if name == "hidden_act" else _write_rope)(
+            family, spec
+        )
     return written | stated
 
 
 def _write_act(family: Family, spec: ModelSpec) -> str:
-    """Return the name of the first layer's activation: that of the family's default if it is the
-    same function (gelu_new), else the usual one.
+    """Return the value of hidden_act for a spec: the family's default name if that denotes the
+    first layer's activation (gelu_new), else transformers' usual name of it.
     """
-    own = names(family.fields)["hidden_act"]
-    default = next(field.default for field in family.fields if field.name == own)
+    stated = names(family.fields)["hidden_act"]
+    default = next(field.default for field in family.fields if field.name == stated)
     ours = spec.blocks[0].mlp.activation
     return default if ACTIVATIONS.get(default) == ours else activation_name(ours)
 
 
 def _write_rope(family: Family, spec: ModelSpec) -> dict[str, Any]:
-    """Return rope_parameters of the first layer that has positions, always in transformers 5's
-    spelling; `spell_field` keeps a file's own when fields are edited.
+    """Return the field rope_parameters for the first layer that has positions, always in
+    transformers 5's spelling; `spell_field` translates it into a file's own when fields are edited.
+    Raises ValueError if these are not rope.
     """
     known = (block.mixer.positions for block in spec.blocks)
     # Cohere2: the first layers with positions are those with a window
@@ -349,7 +373,7 @@ def map_blocks(spec: ModelSpec, change: Callable[[BlockSpec], BlockSpec]) -> Mod
 
 
 def attention(spec: ModelSpec) -> AttentionSpec:
-    """Return the first layer's attention spec. Raises ValueError if its mixer is latent
+    """Return the attention spec of the first layer. Raises ValueError if that layer has latent
     attention.
     """
     return expect(spec.blocks[0].mixer, AttentionSpec, "mixer")

@@ -72,8 +72,9 @@ HARMLESS = "head_dim qk_head_dim ep_size seq_aux output_router_logits"
 
 
 def read_deepseek(config: dict[str, Any], router: RouterSpec, interleaved: bool) -> ModelSpec:
-    """Return the spec of a DeepSeek config.json, given the router and whether rope's pairs are
-    neighbours (`interleaved`). Raises ValueError naming the field.
+    """Return the spec of a DeepSeek-V2 or V3 config.json: latent attention, dense layers first,
+    then MoE layers with the given `router` and a shared expert. `interleaved`: rope's pairs are
+    neighbours, not halves. Raises ValueError naming the field.
     """
     mixer, norm = _mixer(config, interleaved), llama.rms_norm(config)
     size, dense = config["moe_intermediate_size"], llama.dense_mlp(config)
@@ -236,8 +237,8 @@ def read_deepseek_v2(config: dict[str, Any]) -> ModelSpec:
 
 
 def _router(config: dict[str, Any]) -> RouterSpec:
-    """Return V2's router: softmax over all experts ("greedy"), or limited to groups. Raises
-    ValueError if the groups are not stated.
+    """Return V2's router: softmax over all experts (topk_method "greedy" or null), or limited to
+    groups of experts. Raises ValueError if the groups are not stated.
     """
     # over all experts; V2-Lite
     if config["topk_method"] in ("greedy", None):
@@ -253,7 +254,9 @@ def _router(config: dict[str, Any]) -> RouterSpec:
 
 
 def write_deepseek_v2(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a DeepSeek-V2 config.json for a spec."""
+    """Return the fields of a DeepSeek-V2 config.json that `common.write` does not state: those
+    shared with V3, and the router's.
+    """
     sparse = common.sparse_layers(spec)
     router = sparse[0].router if sparse else RouterSpec()
     grouped = router.groups > 1

@@ -74,14 +74,14 @@ KINDS = {
 """Names of component classes for messages."""
 
 
-def differences(one: ModelSpec, other: ModelSpec) -> list[tuple[str, Any, Any]]:
-    """Return (name, value, other value) for each value in which two specs differ, named as in a
-    config.json; a list of values per layer where layers are not equal. Values inside components of
-    different kinds are left out, as the kinds are listed.
+def differences(first: ModelSpec, second: ModelSpec) -> list[tuple[str, Any, Any]]:
+    """Return (name, value of first, value of second) for each value in which two specs differ,
+    named as in a config.json; a value is a list with one entry per layer if layers are not equal.
+    Where components are of different kinds, the kinds are listed and the values inside are not.
     """
-    if one == other:
+    if first == second:
         return []
-    a, b = _flatten_spec(one), _flatten_spec(other)
+    a, b = _flatten_spec(first), _flatten_spec(second)
     # a value that one spec lacks is None there
     unequal = {n: (a.get(n), b.get(n)) for n in {**a, **b} if a.get(n) != b.get(n)}
     return [
@@ -100,8 +100,9 @@ def _is_inside_difference(name: str, differing: dict[str, tuple[Any, Any]]) -> b
 
 
 def _display_name(name: str) -> str:
-    """Return the name of a value for messages; if it has none, that of the innermost component that
-    has one, followed by the rest of the path: "rope_scaling.factor".
+    """Return a spec value's name for messages, from its dotted path: the config.json name in WORDS,
+    or that of the innermost component that has one followed by the rest of the path, such as
+    "rope_scaling.factor"; else the path.
     """
     parts = name.split(".")
     for n in range(len(parts), 0, -1):
@@ -111,8 +112,8 @@ def _display_name(name: str) -> str:
 
 
 def _flatten_spec(spec: ModelSpec) -> dict[str, Any]:
-    """Return every value of a spec by its dotted path: of the blocks one value if all layers agree,
-    otherwise a list per layer.
+    """Return dotted path -> value for every value of a spec. Blocks are merged: one value if all
+    layers agree, otherwise a list with one entry per layer (None where a layer lacks it).
     """
     layers = [dict(_flatten("", block)) for block in spec.blocks]
     names = {name: None for layer in layers for name in layer}
@@ -126,8 +127,8 @@ def _flatten_spec(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _flatten(path: str, value: Any) -> list[tuple[str, Any]]:
-    """Return (path, value) of everything inside a component, depth first, and (path, kind) for the
-    component itself.
+    """Return (dotted path, value) of every value inside a component, depth first, each component
+    preceded by (its path, the display name of its class).
     """
     if not is_dataclass(value):
         return [(path, value)]

@@ -49,9 +49,9 @@ WHICH = (
 def sparse_or_dense(
     config: dict[str, Any], dense: MLPSpec, sparse: MoESpec
 ) -> Callable[[int], MLPSpec | MoESpec]:
-    """Return a function from layer index to its feed-forward spec, by the fields WHICH: a layer is
-    sparse if its number, from 1, is a multiple of `decoder_sparse_step` and `mlp_only_layers` does
-    not name it.
+    """Return a function from layer index to its feed-forward spec, `sparse` or `dense`: a layer is
+    sparse if its number, from 1, is a multiple of the config's decoder_sparse_step and
+    mlp_only_layers does not name it.
     """
     step, only = config["decoder_sparse_step"], set(config["mlp_only_layers"] or ())
     return lambda i: dense if i in only or (i + 1) % step else sparse
@@ -60,9 +60,9 @@ def sparse_or_dense(
 def read(
     config: dict[str, Any], size: int, normalise: bool, number: str = "num_local_experts"
 ) -> MoESpec:
-    """Return the MoESpec that the config's FIELDS state, with experts of width `size`. `normalise`:
-    divide a token's weights by their sum; `number`: the family's name of the field with the number
-    of experts. Raises ValueError naming the field.
+    """Return the MoESpec of a config's num_experts_per_tok, hidden_act and router_aux_loss_coef,
+    with experts of width `size`. `normalise`: divide a token's routing weights by their sum;
+    `number`: the family's name of the field with the number of experts.
     """
     return MoESpec(
         config[number],

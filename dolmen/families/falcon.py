@@ -84,8 +84,9 @@ FIELDS = (
 
 
 def _arrangement(config: dict[str, Any]) -> Arrangement:
-    """Return the arrangement of norms: sequential, or parallel with one or two norms. Raises
-    ValueError for combinations that transformers does not compute either.
+    """Return how attention, feed-forward layer and their norms are arranged in a Falcon block:
+    sequential, or parallel with one or two norms. Raises ValueError for combinations of fields that
+    transformers does not compute either.
     """
     names = ("new_decoder_architecture", "parallel_attn", "num_ln_in_parallel_attn")
     grouped, parallel, norms = (config[name] for name in names)
@@ -146,7 +147,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Falcon config.json for a spec."""
+    """Return the fields of a Falcon config.json that `common.write` does not state."""
     mixer, arrangement = common.attention(spec), spec.blocks[0].arrangement
     # only the new architecture has two norms, or groups of queries
     grouped = arrangement == ParallelResidual(2) or mixer.kv_heads not in (1, mixer.heads)
@@ -162,7 +163,9 @@ def write(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _rope(mixer: AttentionSpec) -> dict[str, Any]:
-    """Return `rope_parameters`; with ALiBi, an unused default that transformers requires."""
+    """Return the field `rope_parameters`; with ALiBi, that of an unused default rope, which
+    transformers requires.
+    """
     if mixer.positions == FalconAlibiSpec():
         return rope.write(RopeSpec(mixer.head_size))
     return rope.write(expect(mixer.positions, RopeSpec, "positions"))

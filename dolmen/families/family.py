@@ -43,12 +43,13 @@ class OuterModel:
     """Field of the outer config.json that holds this model's."""
     prefixes: Mapping[str, str]
     """Prefixes of its stored names in the outer checkpoint -> in a checkpoint of its own."""
-    others: tuple[str, ...]
+    other_prefixes: tuple[str, ...]
     """Prefixes of tensors of the other parts (vision tower, projector), which are skipped."""
 
     def inner(self, content: Mapping[str, Any], model_type: str) -> dict[str, Any]:
-        """Return the config.json of this model from the outer one, with the special tokens and
-        dtype it inherits. Raises ValueError if it is missing.
+        """Return the text model's config.json from the multimodal one (`content`), with the special
+        tokens and dtype that it inherits, and `model_type` as its own. Raises ValueError if
+        `content` lacks it.
         """
         field_value = content.get(self.field)
         if not isinstance(field_value, dict):
@@ -60,8 +61,8 @@ class OuterModel:
         return {**carried, **field_value, "model_type": model_type}
 
     def name(self, stored: str) -> str:
-        """Return the name that a tensor of the outer checkpoint has in a checkpoint of the text
-        model alone.
+        """Return the name that a tensor of the multimodal checkpoint has in a checkpoint of the
+        text model alone; unchanged if it has none of the known prefixes.
         """
         # the first prefix that fits
         for before, now in self.prefixes.items():
@@ -146,8 +147,8 @@ class Field:
 
 
 def mapping(name: str, *inside: Field, spell: Callable | None = None, ours: bool = False) -> Field:
-    """Return a field that is null or a mapping of the fields `inside`. `spell` and `ours`: as in
-    `Field`.
+    """Return a config.json Field whose value is null or a mapping of the fields `inside`. `spell`
+    and `ours`: as in `Field`.
     """
     kind = typed_dict({}, {field.name: field.kind for field in inside}) | None
     return Field(name, kind, nested=inside, spell=spell, ours=ours)
@@ -240,7 +241,9 @@ class Family:
 
     @property
     def scorer_class(self) -> str | None:
-        """transformers' class with a bias-free `score` head; None: there is none."""
+        """Name of transformers' class for this family with a bias-free `score` head (reward and
+        value models); None: there is none.
+        """
         stem = self.architecture.removesuffix("ForCausalLM")
         if self.scorer == "" and (stem == self.architecture or not self.in_transformers):
             return None
@@ -248,8 +251,8 @@ class Family:
 
     @cached_property
     def schema(self) -> Any:
-        """Type hint of a config.json of the family: its fields under each of their names, special
-        tokens, dtype, and dolmen's own fields.
+        """Type hint that a config.json of the family is checked against: its fields under each of
+        their names, special tokens, dtype, auto_map, and dolmen's own fields under "dolmen".
         """
         fields = {n: f.kind for f in self.fields if not f.ours for n in (f.name, *f.aliases)}
         # under "dolmen", where unknown keys are errors
@@ -298,13 +301,15 @@ BESIDE = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "use
 
 
 def activation(config: Mapping[str, Any], field: str) -> Activation:
-    """Return dolmen's name of the activation that the config's `field` states."""
+    """Return dolmen's name of the activation (such as gelu_tanh) that the config's `field` names in
+    transformers' terms.
+    """
     return ACTIVATIONS[config[field]]
 
 
 def activation_name(ours: Activation | ClampedSwiGLU) -> str:
-    """Return the name of an activation in a new config.json, for families without an older
-    spelling. Raises ValueError for ClampedSwiGLU, which has no name there.
+    """Return transformers' name of one of dolmen's activations, for a new config.json. Raises
+    ValueError for ClampedSwiGLU, which has no name there.
     """
     if isinstance(ours, ClampedSwiGLU):
         raise ValueError(f"activation = {ours} (it has {', '.join(ACTIVATIONS)})")
@@ -326,9 +331,9 @@ def canonical_names(family: Family, config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def fill_defaults(family: Family, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a file under canonical names, with absent fields at their defaults, and
-    dolmen's own fields at the top level. These are read under "dolmen" only, so do not pass what
-    this has returned. Unknown fields stay.
+    """Return all fields of a config.json under the family's own names: absent ones at their
+    defaults, and those nested under "dolmen" at the top level. Unknown fields stay. Not idempotent:
+    dolmen's own fields at the top level of `config` are dropped.
     """
     ours = {RESERVED, *(field.name for field in family.fields if field.ours)}
     unchanged = {n: v for n, v in canonical_names(family, config).items() if n not in ours}
@@ -364,8 +369,9 @@ def check_one_spelling(field: Field, config: Mapping[str, Any]) -> None:
 
 
 def spell_field(field: Field, config: Mapping[str, Any], value: Any) -> dict[str, Any]:
-    """Return the config.json entries that set `field` to `value`, under the names that the config
-    uses; its own name if it uses none.
+    """Return the config.json entries that set `field` to `value`, under each name of the field that
+    the config uses; under its own name if it uses none. Dolmen's own fields are nested under
+    "dolmen".
     """
     # the family spells it in a way of its own, such as rope
     if field.spell is not None:
@@ -377,8 +383,8 @@ def spell_field(field: Field, config: Mapping[str, Any], value: Any) -> dict[str
 
 
 def parse_numbers(value: Any, hint: Any) -> Any:
-    """Return `value` with strings such as "1e-05" converted to floats where its type hint is a
-    number, because YAML reads them as text and JSON as numbers.
+    """Return `value` with strings such as "1e-05" converted to floats, also inside mappings, where
+    the type hint is a float: YAML reads them as text, JSON as numbers. Other text is unchanged.
     """
     if isinstance(value, str) and plain_type(hint) is float:
         with suppress(ValueError):
@@ -396,7 +402,9 @@ HERE = Path(__file__).parent
 
 @cache
 def families() -> dict[str, Family]:
-    """Return every family by its name, sorted: all `Family` values of this package's modules."""
+    """Return name -> family for every `Family` value that a module of this package defines, sorted
+    by name; cached.
+    """
     modules = [
         # a new family is a new module here, and no other line
         import_module(f"dolmen.families.{file.name}")
@@ -415,8 +423,9 @@ def find_family(name: Any) -> Family:
 
 
 def text_config(content: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the text model's config.json from that of a multimodal model; None if no family is
-    part of it. Raises ValueError if the part is missing.
+    """Return the text model's config.json from that of a multimodal model; None if `content` is not
+    of a multimodal model that contains a known family. Raises ValueError if its text part is
+    missing.
     """
     for family in families().values():
         if family.outer is not None and family.outer.model_type == content.get("model_type"):

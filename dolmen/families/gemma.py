@@ -98,7 +98,9 @@ def gemma2_windows(config: dict[str, Any]) -> list[int | None]:
 
 
 def read_gemma2(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of a Gemma 2 config.json."""
+    """Return the spec of a Gemma 2 config.json: sandwich norms, soft caps of scores and logits, and
+    a sliding window on alternating layers. Raises ValueError as `read_windowed`.
+    """
     return read_windowed(config, gemma2_windows(config))
 
 
@@ -131,7 +133,7 @@ def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> ModelS
 
 
 def _float_or_none(value: float | None) -> float | None:
-    """Return value as a float; None stays None."""
+    """Return `value` as a float; None stays None."""
     return None if value is None else float(value)
 
 
@@ -219,7 +221,9 @@ LOCAL = "rope_local_base_freq"
 
 
 def _one_rope(config: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Return the config.json rewritten to state a single rope: that of layers of type `kind`."""
+    """Return a Gemma 3 config.json rewritten to state a single rope: that of layers of type `kind`
+    (full_attention or sliding_attention).
+    """
     stated, scaling = (config["rope_parameters"] or {}).get(kind) or {}, {}
     theta = config[LOCAL]
     if kind == FULL:
@@ -252,8 +256,8 @@ def read_gemma3(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_gemma3(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Gemma 3 config.json for a spec; the rope of each layer type is that of
-    its first layer.
+    """Return the fields of a Gemma 3 config.json that `common.write` does not state: Gemma 2's, and
+    rope_parameters by layer type, each from the first layer of that type.
     """
     stated = {
         FULL if mixer.window is None else SLIDING: rope.write(_rope(mixer))

@@ -90,7 +90,9 @@ GLM = replace(
 
 
 def sizes(width: int, layers: int, heads: int) -> tuple[Field, ...]:
-    """Return the fields hidden_size, num_layers and num_attention_heads with these defaults."""
+    """Return the config.json Fields hidden_size, num_layers and num_attention_heads with the
+    defaults `width`, `layers` and `heads`.
+    """
     return (
         common.standard("hidden_size", width),
         common.standard("num_hidden_layers", layers, "num_layers"),
@@ -99,7 +101,9 @@ def sizes(width: int, layers: int, heads: int) -> tuple[Field, ...]:
 
 
 def longest(default: int, what: str = "Longest sequence, tokens.") -> Field:
-    """Return the field max_sequence_length with its default and help text."""
+    """Return the config.json Field max_sequence_length with this default and `what` as its help
+    text.
+    """
     common_name = ("max_position_embeddings",)
     return Field("max_sequence_length", kinds.POSITIONS, default, what, common=common_name)
 
@@ -217,8 +221,8 @@ def read_glm_10b(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_blanks(spec: ModelSpec) -> dict[str, Any]:
-    """Return the field special_tokens, which a GLM's blanks determine. Raises ValueError for a spec
-    without blanks.
+    """Return the field special_tokens of a GLM's config.json: ids of the tokens that mark blanks
+    and start their text. Raises ValueError for a spec without blanks.
     """
     blanks = expect(spec.blanks, BlankInfilling, "blanks")
     ids = {"sop": blanks.start, **{mask.name: mask.token for mask in blanks.masks}}
@@ -236,8 +240,8 @@ def glm_10b_rules(spec: ModelSpec) -> list[Rule]:
 
 
 def is_glm_10b_config(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json of model_type "glm" is GLM-10B's, by its architectures or by
-    fields that GLM-4 lacks.
+    """Return whether a config.json of model_type "glm" is GLM-10B's, not GLM-4's, by its
+    architectures or by fields that GLM-4 lacks.
     """
     # GLMModel; GLM-4's is GlmForCausalLM
     named = any(name.startswith("GLM") for name in config.get("architectures") or ())
@@ -246,8 +250,8 @@ def is_glm_10b_config(config: Mapping[str, Any]) -> bool:
 
 
 def frame_glm_10b(tokens: list[int], ids: Ids) -> list[int]:
-    """Return prompt tokens as [CLS] tokens [gMASK] </s> <sop>; [gMASK] is left out if the prompt
-    has a mask token. Unchanged if it contains <sop>.
+    """Return a prompt's token ids framed as [CLS] tokens [gMASK] </s> <sop>, without doubling [CLS]
+    or </s>; [gMASK] is left out if the prompt has a mask token. Unchanged if it contains <sop>.
     """
     if ids["sop"] in tokens:
         return tokens

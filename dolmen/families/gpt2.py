@@ -39,8 +39,8 @@ IGNORED = (r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",)
 
 
 def gpt2_like_rules(layer: Sequence[Rule], first: str = "attn_norm") -> list[Rule]:
-    """Return the weight rules of GPT-2-like files, with the rules `layer` for the layers' matrices;
-    `first`: our name of the norm ln_1.
+    """Return the weight rules of GPT-2-like files: embeddings, norms, head, and the rules `layer`
+    for each block's matrices; `first`: our name of the norm ln_1.
     """
     return [
         Rename("transformer.wte", "embed"),
@@ -62,7 +62,9 @@ def gpt2_like_rules(layer: Sequence[Rule], first: str = "attn_norm") -> list[Rul
 
 
 def read_gpt2(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of a GPT-2 config.json."""
+    """Return the spec of a GPT-2 config.json: learned positions, LayerNorm, a plain feed-forward
+    layer, biases everywhere.
+    """
     mixer = common.biased_attention(config, GPT2_LIKE_FIELDS)
     block = BlockSpec(mixer, common.plain_mlp(config, GPT2_LIKE_FIELDS), common.layer_norm(config))
     embedding = EmbeddingSpec(config["vocab_size"], positions=PositionTable(config["n_positions"]))

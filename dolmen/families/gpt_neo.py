@@ -34,8 +34,8 @@ LAYERS, TYPES = "attention_layers", "attention_types"
 
 
 def _spell(config: Mapping[str, Any], stated: Any) -> dict[str, Any]:
-    """Return both fields that state the type of each layer: attention_layers and
-    attention_types.
+    """Return both fields that state the attention type of each layer, attention_layers and
+    attention_types, set to `stated` ("global" or "local" per layer; None: the default pattern).
     """
     return {LAYERS: stated, TYPES: None if stated is None else [[list(stated), 1]]}
 
@@ -104,8 +104,8 @@ def read_gpt_neo(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_gpt_neo(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a GPT-Neo config.json for a spec; layer types are stated in both
-    forms.
+    """Return the fields of a GPT-Neo config.json that `common.write` does not state: window_size,
+    and the layer types in both forms.
     """
     sizes = common.window_sizes(spec)
     kinds = [GLOBAL if size is None else LOCAL for size in sizes]

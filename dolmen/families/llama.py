@@ -51,8 +51,8 @@ BEFORE = (  # rope
 def fields_with(
     eps: Field | None = NORM_EPS, turned: Sequence[Field] = TURNED
 ) -> tuple[Field, ...]:
-    """Return Llama's fields with another norm epsilon field `eps` (None: no field states it) and
-    other rope fields `turned`.
+    """Return Llama's config.json Fields with another norm epsilon field `eps` (None: no field
+    states it) and other rope fields `turned`.
     """
     ends = common.last_fields(eps or common.LAYER_NORM_EPS, tied=False)
     return (*BEFORE, *turned, *(ends if eps else ends[1:]))
@@ -70,7 +70,9 @@ def drop_fields(fields: Sequence[Field], *names: str) -> tuple[Field, ...]:
 
 
 def change_fields(fields: Sequence[Field], *more: Field, **defaults: Any) -> tuple[Field, ...]:
-    """Return `fields` with other defaults (name=default), followed by the fields `more`."""
+    """Return `fields` with other defaults (name=default; each name must be among them), followed by
+    the fields `more`.
+    """
     assert not defaults.keys() - {field.name for field in fields}
     return (*(replace(f, default=defaults.get(f.name, f.default)) for f in fields), *more)
 
@@ -144,8 +146,8 @@ def llama_like_rules(
     spec: ModelSpec, norms: Mapping[str, str] = NORMS, instead: Sequence[Rule] = ()
 ) -> list[Rule]:
     """Return the weight rules of Llama-like files. `norms`: stored norm names -> ours. `instead`:
-    rules that replace those that would make the same parameters. Names without parameters in the
-    spec (biases, q and k norms) have no effect.
+    rules that replace the standard ones for the same parameters of ours. Rules of modules that the
+    spec lacks (biases, q and k norms) have no effect.
     """
     # our modules that the replacing rules make
     otherwise = {name for rule in instead for name in rule.names}

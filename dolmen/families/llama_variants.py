@@ -35,8 +35,8 @@ def read_granite(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_granite(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Granite config.json for a spec; logits_scaling is rounded to 15
-    digits.
+    """Return the fields of a Granite config.json that `common.write` does not state: its four
+    multipliers; logits_scaling is rounded to 15 digits.
     """
     mixer = common.attention(spec)
     arrangement = expect(spec.blocks[0].arrangement, SequentialResidual, "arrangement")
@@ -226,7 +226,7 @@ def read_stablelm(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_stablelm(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a StableLM config.json for a spec."""
+    """Return the fields of a StableLM config.json that `common.write` does not state."""
     mixer = common.attention(spec)
     return {
         "use_qkv_bias": mixer.q_bias,
@@ -236,8 +236,8 @@ def write_stablelm(spec: ModelSpec) -> dict[str, Any]:
 
 
 def stablelm_rules(spec: ModelSpec) -> list[Rule]:
-    """Return the weight rules of StableLM; each head's q or k norm is a module of its own
-    on disk.
+    """Return the weight rules of StableLM; on disk the q or k norm of each head is a module, here
+    one matrix has a row per head.
     """
     mixer, parallel_norm = common.attention(spec), spec.blocks[0].arrangement == ParallelResidual(1)
     # one stored norm per head is one row of ours

@@ -115,6 +115,7 @@ class ModelConfig(CustomValue):
     """All fields of the config.json. Do not change it: `replace_fields` returns an edited model."""
 
     def __post_init__(self):
+        """Parse the config.json at once, so that an unsupported field raises ValueError here."""
         _ = self.spec  # parsed at once, so that an unsupported field is refused here
 
     @property
@@ -151,8 +152,9 @@ class ModelConfig(CustomValue):
         )
 
     def _check_fields(self) -> None:
-        """Raise ValueError for a config.json that states two values of a field, requires remote
-        code or quantised weights, or has a value outside the supported ones of a field.
+        """Raise ValueError for a config.json that states two different values of a field, requires
+        remote code or quantised weights, or gives a field that `read` does not handle an
+        unsupported value.
         """
         config, family = self.config, self.family
         for field in family.fields:
@@ -214,8 +216,8 @@ def check_matrix_count(spec: ModelSpec) -> ModelSpec:
 
 
 def explicit_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return every field that the family reads with an explicit value: none absent and none derived
-    from others, under its own name and in transformers 5's spelling.
+    """Return every field that the family reads, under its own name, with an explicit value in
+    transformers 5's spelling: absent ones filled in, and those derived from others computed.
     """
     stated = fill_defaults(model.family, model.config)
     written = common.write(model.family, model.spec)
@@ -231,22 +233,22 @@ def explicit_fields(model: ModelConfig) -> dict[str, Any]:
 def model_from_spec(
     spec: ModelSpec, model_type: str, carried: Mapping[str, Any] | None = None
 ) -> ModelConfig:
-    """Return a model of family `model_type` whose spec is `spec`, with the extra fields `carried`.
-    Raises ValueError, naming what the family cannot express: the new config.json is parsed back and
-    compared with `spec`.
+    """Return a model of the family `model_type` whose spec is `spec`, with the fields `carried`
+    added to its config.json. Raises ValueError, naming what the family cannot express: the new
+    config.json is parsed back and compared with `spec`.
     """
     family = find_family(model_type)
     try:
         # marker fields distinguish families that share a model_type
-        own = {
+        fields = {
             "model_type": family.model_type,
             **family.marker_fields,
             **common.write(family, spec),
         }
         if isinstance(spec.head, ScalarHeadSpec):
-            own = scorer_config(own, family)
+            fields = scorer_config(fields, family)
         model = add_standard_fields(
-            ModelConfig(nest_own_fields(family, {**own, **deepcopy(dict(carried or {}))}))
+            ModelConfig(nest_own_fields(family, {**fields, **deepcopy(dict(carried or {}))}))
         )
         # what the family cannot say would be lost silently: compare with what it reads back
         if lost := differences(spec, model.spec):
@@ -262,8 +264,8 @@ def model_from_spec(
 
 
 def add_standard_fields(model: ModelConfig) -> ModelConfig:
-    """Return the model with the fields that transformers states besides structure, where absent:
-    architectures, dtype, and dropout of 0.
+    """Return the model with fields that transformers states besides structure, where absent:
+    architectures, dtype float32, special tokens and dropout of 0.
     """
     family = model.family
     defaults = {
@@ -400,24 +402,25 @@ def training_fields(model: ModelConfig) -> frozenset[str]:
     return frozenset(names[name] for name in TUNED if name in names)
 
 
-def compare_fields(one: ModelConfig, other: ModelConfig) -> list[tuple[str, Any, Any]]:
-    """Return (name, value, other value) of the fields in which two models differ: the family, and
-    the structural fields that both families have, under the names of the first model.
+def compare_fields(first: ModelConfig, second: ModelConfig) -> list[tuple[str, Any, Any]]:
+    """Return (name, first value, second value) of each difference between two models: the family,
+    and the structural fields that both families have, under the names of the first. Spelling does
+    not matter.
     """
     # compared by what both specs say, not by spelling
-    names, theirs = other.family.names, common.write(other.family, other.spec)
-    pairs = [("model_type", one.model_type, other.model_type)]
+    names, theirs = second.family.names, common.write(second.family, second.spec)
+    pairs = [("model_type", first.model_type, second.model_type)]
     pairs += [
         (name, value, theirs[names[name]])
-        for name, value in common.write(one.family, one.spec).items()
+        for name, value in common.write(first.family, first.spec).items()
         if names.get(name) in theirs
     ]
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
 def _remote_code_files(auto_map: Mapping[str, Any]) -> set[str]:
-    """Return the names of the code files that `auto_map` would run: "modeling_x" for
-    "x/y--modeling_x.Class".
+    """Return the names of the Python files that a config.json's `auto_map` would run: "modeling_x"
+    for "x/y--modeling_x.Class".
     """
     classes = [
         name for value in auto_map.values() for name in (value if type(value) is list else [value])

@@ -19,7 +19,9 @@ from dolmen.model.spec import AlibiSpec, AttentionSpec, BlockSpec, MLPSpec, Mode
 
 
 def _spell(config: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return attn_config with the fields replaced; unknown keys are kept."""
+    """Return {"attn_config": the config's mapping with the entries `stated` replaced and all others
+    kept}.
+    """
     return {"attn_config": {**(config.get("attn_config") or {}), **stated}}
 
 
@@ -68,8 +70,8 @@ FIELDS = (
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of an MPT config.json. Raises ValueError for a value in attn_config that is
-    not computed.
+    """Return the spec of an MPT config.json: ALiBi, LayerNorms without bias, a plain feed-forward
+    layer, no biases. Raises ValueError for a value in attn_config that is not supported.
     """
     heads, stated = config["n_heads"], config["attn_config"] or {}
     for name, allowed in ONLY.items():
@@ -96,7 +98,7 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of an MPT config.json for a spec."""
+    """Return the fields of an MPT config.json that `common.write` does not state."""
     mixer = common.attention(spec)
     return {
         "expansion_ratio": _ratio(common.mlp(spec).size, spec.hidden_size),

@@ -91,8 +91,8 @@ PHI3_FIELDS = (*llama.fields_with(turned=rope.fields(part=1.0)), common.WINDOW_S
 
 
 def read_phi3(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of a Phi-3 config.json. Raises ValueError for a rope type other than default
-    and longrope, as transformers does.
+    """Return the spec of a Phi-3 config.json: Llama with one sliding window, if stated, for all
+    layers. Raises ValueError for a rope type other than default and longrope, as transformers does.
     """
     spec = llama.read_llama_like(config, windows=common.uniform_windows(config))
     scaling = expect(common.attention(spec).positions, RopeSpec, "positions").scaling

@@ -74,8 +74,9 @@ FIELDS = (
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of a Qwen (first version) config.json. Raises ValueError if heads times
-    kv_channels is not the width, and for an odd intermediate_size.
+    """Return the spec of a Qwen (first version) config.json: biases on q, k, v, rope with dynamic
+    NTK and log-n scaling if stated. Raises ValueError if heads times kv_channels is not the width,
+    and for an odd intermediate_size.
     """
     heads, size, width = (config[n] for n in ("num_attention_heads", "kv_channels", "hidden_size"))
     if heads * size != width:
@@ -109,8 +110,8 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Qwen config.json for a spec. Raises ValueError for another rope
-    scaling than Qwen's.
+    """Return the fields of a Qwen config.json that `common.write` does not state. Raises ValueError
+    for another rope scaling than Qwen's.
     """
     mixer, mlp = common.attention(spec), common.mlp(spec)
     turned = expect(mixer.positions, RopeSpec, "positions")

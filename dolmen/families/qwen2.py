@@ -44,8 +44,10 @@ def qwen2_windows(config: dict[str, Any]) -> list[int | None]:
     return common.typed_windows(config, by_number, used)
 
 
-def new_windows(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields that state each layer's window."""
+def write_windows(spec: ModelSpec) -> dict[str, Any]:
+    """Return the fields use_sliding_window and max_window_layers for a spec: the index of the first
+    layer with a window.
+    """
     slides = [size is not None for size in common.window_sizes(spec)]
     return {
         "use_sliding_window": any(slides),
@@ -55,7 +57,9 @@ def new_windows(spec: ModelSpec) -> dict[str, Any]:
 
 
 def read_qwen2(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of a Qwen2 config.json."""
+    """Return the spec of a Qwen2 config.json: Llama with biases on q, k, v and a sliding window in
+    some layers.
+    """
     return llama.read_llama_like(config, windows=qwen2_windows(config), qkv_bias=True)
 
 
@@ -65,7 +69,7 @@ QWEN2 = replace(
     title="Qwen2 and Qwen2.5",
     architecture="Qwen2ForCausalLM",
     read=read_qwen2,
-    write=new_windows,
+    write=write_windows,
     fields=FIELDS,
     only={"attention_bias": (True, None), "mlp_bias": (False, None), "use_mrope": (False, None)},
 )
@@ -91,8 +95,8 @@ def qwen2_moe_windows(config: dict[str, Any]) -> list[int | None]:
 
 
 def read_qwen2_moe(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of a Qwen2-MoE config.json: MoE layers with a gated shared expert, dense
-    where WHICH has it.
+    """Return the spec of a Qwen2-MoE config.json: MoE layers with a gated shared expert, and dense
+    layers where decoder_sparse_step and mlp_only_layers say so.
     """
     dense = llama.dense_mlp(config)
     sparse = replace(
@@ -114,7 +118,7 @@ def write_qwen2_moe(spec: ModelSpec) -> dict[str, Any]:
     """
     shared = [expect(layer.shared, MLPSpec, "shared") for layer in common.sparse_layers(spec)]
     sizes = {"shared_expert_intermediate_size": shared[0].size} if shared else {}
-    return {**new_windows(spec), **sizes, "qkv_bias": common.attention(spec).q_bias}
+    return {**write_windows(spec), **sizes, "qkv_bias": common.attention(spec).q_bias}
 
 
 def qwen2_moe_rules(spec: ModelSpec) -> list[Rule]:
@@ -186,7 +190,7 @@ QWEN3 = replace(
     title="Qwen3, dense",
     architecture="Qwen3ForCausalLM",
     read=read_qwen3,
-    write=new_windows,
+    write=write_windows,
     fields=llama.change_fields(FIELDS, llama.ATTENTION_BIAS, head_dim=128),
     only={"mlp_bias": (False, None)},
 )
@@ -197,8 +201,9 @@ QWEN3 = replace(
 
 
 def read_qwen3_moe(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of a Qwen3-MoE config.json: Qwen3 with MoE layers, dense where WHICH has it,
-    one window for all layers. `attention_bias` puts biases on q, k, v and o.
+    """Return the spec of a Qwen3-MoE config.json: Qwen3 with MoE layers, dense where
+    decoder_sparse_step and mlp_only_layers say so, and one window for all layers. `attention_bias`
+    puts biases on q, k, v and o.
     """
     size, normalise = config["moe_intermediate_size"], config["norm_topk_prob"]
     dense, sparse = llama.dense_mlp(config), experts.read(config, size, normalise)

@@ -144,9 +144,10 @@ OUTER = {"rope_theta": "rope_theta", "partial_rotary_factor": "partial_rotary_fa
 def fields(
     theta: float = 10000.0, part: float | None = None, outer: Mapping[str, str] = OUTER
 ) -> tuple[Field, ...]:
-    """Return the fields of config.json that `read` takes. `theta`: default base. `part`: default of
-    the rotated fraction of each head; None: the family always rotates whole heads. `outer`: the
-    family's names of the two fields that transformers 4 has at top level (see OUTER).
+    """Return the config.json Fields of rope, which `read` takes. `theta`: default base. `part`:
+    default of the rotated fraction of each head; None: the family always rotates whole heads.
+    `outer`: usual name -> the family's name of the two fields that transformers 4 has at top level
+    (rope_theta, partial_rotary_factor).
     """
 
     def outer_field(kind: Any, name: str, default: float) -> Field:
@@ -234,8 +235,9 @@ def _rotary_size(
 def _scaling(
     config: Mapping[str, Any], field: str, stated: Mapping[str, Any], theta: float, turned: int
 ) -> RopeScaling | None:
-    """Return the scaling spec of the stated rope type, None for the default type. Raises ValueError
-    naming the parameters that the type needs and that are missing.
+    """Return the scaling spec of the rope type that `stated` (the mapping in the config's `field`)
+    names; None for the default type. `theta`: base; `turned`: rotated elements of a head. Raises
+    ValueError naming the parameters that the type needs and that are missing.
     """
     of = rope_type(stated)
     # Phi-3 states it as a field of its own, which transformers reads first
@@ -358,8 +360,8 @@ def write(rope: RopeSpec, head_size: int | None = None) -> dict[str, Any]:
 
 
 def _fraction(turned: int, size: int) -> float:
-    """Return the fraction f with int(f * size) == turned, one float above the quotient if that
-    rounds down.
+    """Return the fraction f of a head with int(f * size) == turned: the quotient, or one float
+    above it if that rounds down.
     """
     factor = turned / size
     # such as 30 of 44: int(44 * (30 / 44)) is 29
@@ -415,7 +417,7 @@ def spell(
 
 
 def _unknown_entries(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of a mapping's entries that are no rope fields known here."""
+    """Return a copy of a mapping's entries that are not rope fields known here; {} for None."""
     return {
         name: deepcopy(value) for name, value in (parameters or {}).items() if name not in NAMES
     }

@@ -53,11 +53,11 @@ class Rename:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of our modules, in the order of the `parts` that `shape` takes."""
+        """Name of our module, as a tuple of one."""
         return (self.ours,)
 
     def shape(self, parts: list[Shape]) -> Shape:
-        """Return the shape of the stored tensor, from those of our parameters in it."""
+        """Return the shape of the stored tensor: that of our only parameter in it, `parts[0]`."""
         return parts[0]
 
 
@@ -122,7 +122,9 @@ class Transpose(WrappedRule):
     rule: Rename | Split
 
     def shape(self, parts: list[Shape]) -> Shape:
-        """Return the reversed shape of the inner rule."""
+        """Return the shape on disk of the transposed tensor: that of the inner rule for `parts`,
+        reversed.
+        """
         return self.rule.shape(parts)[::-1]
 
 
@@ -138,11 +140,13 @@ class Stack:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Name of our stacked module."""
+        """Name of our stacked module, as a tuple of one."""
         return (self.ours,)
 
     def shape(self, parts: list[Shape]) -> Shape:
-        """Return the shape of one stored tensor: that of the stack without its first dim."""
+        """Return the shape of each stored tensor: that of our stack (`parts[0]`) without its first
+        dim.
+        """
         return parts[0][1:]
 
 
@@ -153,7 +157,9 @@ class Each(WrappedRule):
     rule: Rename | Split | Transpose
 
     def shape(self, parts: list[Shape]) -> Shape:
-        """Return [experts, ...] with the inner rule's shape of one matrix."""
+        """Return the shape on disk of the stack: [experts, ...], with the inner rule's shape of one
+        matrix.
+        """
         return (parts[0][0], *self.rule.shape([part[1:] for part in parts]))
 
 
@@ -166,7 +172,7 @@ class BareParameter(WrappedRule):
     rule: Rename | Each
 
     def shape(self, parts: list[Shape]) -> Shape:
-        """Return the shape of the inner rule."""
+        """Return the shape of the stored tensor, which is that of the inner rule."""
         return self.rule.shape(parts)
 
 
@@ -187,7 +193,7 @@ class Paired:
         return (self.ours,)
 
     def shape(self, parts: list[Shape]) -> Shape:
-        """Return the same shape: rows only change places."""
+        """Return the shape of the stored tensor: ours, as rows only change places."""
         return parts[0]
 
 
@@ -211,9 +217,10 @@ class StoredTensor:
 def entries(
     rules: Iterable[Rule], shapes: Mapping[str, Shape], layers: int
 ) -> dict[str, StoredTensor]:
-    """Return stored tensor name -> StoredTensor for every parameter of `shapes`, in the order of
-    `shapes`; `layers`: number of layers that "{}" stands for. Raises KeyError, naming three, for
-    parameters that no rule makes, and ValueError if a fused tensor cannot hold the model's.
+    """Return stored tensor name -> StoredTensor for every parameter of `shapes` (our name ->
+    shape), in its order; `layers`: number of layers that "{}" in a rule stands for. Raises
+    KeyError, naming three, for parameters that no rule makes, and ValueError if a fused tensor
+    cannot hold the model's.
     """
     by_name: dict[str, StoredTensor] = {}
     for rule in rules:

@@ -47,8 +47,9 @@ SPECIAL_TOKENS = mapping(
 
 
 def special_ids(config: Mapping[str, Any], **fields: str) -> dict[str, int | None]:
-    """Return key -> token id (None: unknown) for every key of NAMES. A key that the field
-    special_tokens lacks is read from the family's own field, `fields` being key -> name of it.
+    """Return key -> token id (None: unknown) for every key of NAMES, such as "gmask". Ids come from
+    the config's mapping special_tokens, else from the family's field that `fields` (key=field name)
+    gives for the key.
     """
     stated = config[SPECIAL_TOKENS.name] or {}
     ids = {name: stated.get(name) for name in NAMES}
@@ -59,7 +60,9 @@ def special_ids(config: Mapping[str, Any], **fields: str) -> dict[str, int | Non
 
 
 def special_tokens_field(ids: Mapping[str, int | None]) -> dict[str, Any]:
-    """Return the field special_tokens with the known ids; null if none is known."""
+    """Return {"special_tokens": the known ones of these ids}, dolmen's field of a config.json; its
+    value is None if none is known.
+    """
     known = {name: token for name, token in ids.items() if token is not None}
     return {SPECIAL_TOKENS.name: known or None}
 
@@ -72,8 +75,9 @@ def uses_special_tokens(model: ModelConfig) -> bool:
 
 
 def check_special_ids(specified: Mapping[str, Any], model: ModelConfig) -> dict[str, int]:
-    """Validate ids that a user specified: any of NAMES, or only ENDS if the family uses none.
-    Raises ValueError for another name, and for an id outside the vocabulary.
+    """Return the ids that a user specified (key -> id), validated. Keys must be of NAMES, or of
+    ENDS if the model's family uses no special tokens. Raises ValueError for another key, and for an
+    id outside the vocabulary.
     """
     vocab_size = model.spec.vocab_size
     for name, token in specified.items():
@@ -108,9 +112,9 @@ def ids_in_vocabulary(vocabulary: Mapping[str, int]) -> dict[str, int]:
 def add_special_ids(
     model: ModelConfig, specified: Ids, vocabulary: Callable[[], Ids]
 ) -> ModelConfig:
-    """Return the model with special token ids added: those `specified` first, then those it states,
-    then those in its tokenizer's `vocabulary`. Unchanged if its family uses none, and if nothing is
-    new.
+    """Return the model with special token ids added to its dolmen fields: `specified` ones win,
+    then those that it states, then those in its tokenizer's `vocabulary` (called only if needed).
+    Unchanged if its family uses none, and if nothing is new.
     """
     if not uses_special_tokens(model):
         return model
@@ -124,8 +128,8 @@ def add_special_ids(
 
 
 def frame_prompt(model: ModelConfig, tokens: list[int]) -> list[int]:
-    """Return the prompt's token ids with the special tokens that the folder's code would add.
-    Raises ValueError if their ids are unknown.
+    """Return the prompt's token ids with the special tokens that the model's published code would
+    add; unchanged if its tokenizer adds them. Raises ValueError if their ids are unknown.
     """
     if model.family.frame is None:
         return tokens

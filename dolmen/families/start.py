@@ -46,8 +46,8 @@ def start_model(model: ModelConfig | None, model_type: str | None) -> StartModel
 
 def apply_options(start: StartModel, options: Mapping[str, Any]) -> ModelConfig | None:
     """Return the model with the options applied (`options`: field path -> value); options equal to
-    what it has change nothing. None if nothing specifies a model. Raises ValueError for an
-    impossible model.
+    what it has change nothing. None if neither an option nor anything else specifies a model.
+    Raises ValueError for an impossible model.
     """
     full = explicit_fields(start.model)
     # unchanged values would only rewrite the config.json's spelling
@@ -73,7 +73,9 @@ def option_fields(family: Family) -> dict[str, Field]:
 
 
 def option_type(hint: Any) -> Any:
-    """Return the type of a field's command-line option, from the type hint of the field."""
+    """Return the type that a field's command-line option is parsed as, from the field's type hint:
+    lists become tuples, and null is allowed where the hint allows it, but not for flags.
+    """
     kind = plain_type(hint)
     if get_origin(kind) is list:
         kind = tuple[plain_type(get_args(kind)[0]), ...]
@@ -83,7 +85,7 @@ def option_type(hint: Any) -> Any:
 
 def field_from_words(field: Field, words: Words, option: str) -> Any:
     """Return a field's value, as a config.json states it, parsed from the words given to its
-    option. Raises ValueError.
+    command-line option. Raises ValueError, naming `option`, for words that do not parse.
     """
     value = from_words(option_type(field.kind), words, option)
     return list(value) if isinstance(value, tuple) else value

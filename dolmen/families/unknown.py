@@ -81,8 +81,8 @@ def assumption_warning(model: ModelConfig) -> str | None:
 
 
 def lost_on_export(model: ModelConfig) -> dict[str, Any]:
-    """Return the dolmen fields without which the exported config.json would be read as another
-    model.
+    """Return name -> value of the dolmen fields that an export drops and without which its
+    config.json would be read as another model; {} if there are none.
     """
     assumed, reserved = (
         assumed_fields(ModelConfig(model.export_config())),
@@ -131,6 +131,6 @@ def _add_hint(model: ModelConfig, name: str) -> str:
 
 
 def warn(model: ModelConfig) -> None:
-    """Issue the warnings of `model_warnings`; Python shows each only once."""
+    """Issue the lines of `model_warnings` as Python warnings, which are shown once each."""
     for line in model_warnings(model):
         warnings.warn(line, stacklevel=3)

@@ -46,8 +46,9 @@ class WeightMap:
         return {entry.hf: entry for entry in bare}
 
     def canonical(self, name: str) -> str:
-        """Return the current full name of a stored tensor: without the outer model's prefix, with
-        today's suffix, and with the family's prefix if the file leaves it out.
+        """Return the current full name of a tensor that a file stores under `name`: without the
+        multimodal model's prefix, with today's suffix, and with the family's prefix if the file
+        leaves it out.
         """
         larger = self.model.family.outer
         name = name if larger is None else larger.name(name)
@@ -61,20 +62,24 @@ class WeightMap:
         )
 
     def ignores(self, name: str) -> bool:
-        """Return whether a canonical name is of a recomputed buffer, or of a part that this model
-        lacks.
+        """Return whether a canonical name is of a tensor to skip: a buffer that is recomputed, or a
+        module that this model lacks, by the family's patterns.
         """
         return name not in self.entries and any(
             re.fullmatch(pattern, name) for pattern in self.model.family.ignored
         )
 
     def is_other_part(self, name: str) -> bool:
-        """Return whether a canonical name is of another part of a multimodal model."""
+        """Return whether a canonical name is of another part of a multimodal model, such as its
+        vision tower.
+        """
         larger = self.model.family.outer
-        return larger is not None and name.startswith(larger.others)
+        return larger is not None and name.startswith(larger.other_prefixes)
 
     def is_dropped_layer(self, name: str) -> bool:
-        """Return whether a canonical name is of a layer after the last, which the family drops."""
+        """Return whether a canonical name is of a stored layer after the model's last (multi-token
+        prediction), which the family drops.
+        """
         return name.startswith(self._dropped_prefixes)
 
     @cached_property
@@ -98,7 +103,7 @@ class WeightMap:
         return self.model.spec.head.tied and name == self.head and name not in self.entries
 
     def expected_shape(self, name: str) -> Shape | None:
-        """Shape a stored tensor must have, or None where no rule maps it."""
+        """Return the shape that a stored tensor must have; None if no rule maps it."""
         entry = self.entries.get(self.embedding if self.is_tied_head(name) else name)
         return entry.shape if entry else None
 
@@ -133,8 +138,9 @@ def weight_map(model: ModelConfig) -> WeightMap:
 
 
 def _shapes_by_field(model: ModelConfig, stored: str) -> Iterator[tuple[str, Shape]]:
-    """Yield (field, shape that the tensor `stored` has with another value of it) for every integer
-    field: doubled, halved or 1, whichever first gives a model.
+    """Yield (field, shape that the stored tensor named `stored` would have with another value of
+    the field) for every integer field of the model: doubled, halved or 1, whichever first gives a
+    possible model.
     """
     full = explicit_fields(model)
     # all fields explicit, so that changing one leaves the others as they are
@@ -151,8 +157,8 @@ def _shapes_by_field(model: ModelConfig, stored: str) -> Iterator[tuple[str, Sha
 
 
 def _shape_with(model: ModelConfig, fields: dict[str, Any], stored: str) -> Shape | None:
-    """Return the shape of the tensor `stored` if the fields were changed so; None if that model is
-    impossible or has no such tensor.
+    """Return the shape of the stored tensor named `stored` if the model had these values of
+    `fields`; None if such a model is impossible or has no such tensor.
     """
     try:
         entry = weight_map(replace_fields(model, fields)).entries.get(stored)

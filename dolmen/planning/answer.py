@@ -40,7 +40,9 @@ def title(plan: Plan) -> str:
 
 
 def table(plan: Plan) -> Table:
-    """Return the ranking as a table, a row per layout."""
+    """Return the ranking as a table, a row per layout: seconds per step with 90 % interval, tokens
+    per second and GPU, MFU, HFU, memory of the fullest rank, bottleneck.
+    """
     grid = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     grid.add_column("", justify="right")
     grid.add_column("tie")
@@ -157,8 +159,8 @@ def format_compared(compared: Compared) -> str:
 
 
 def explanation(plan: Plan) -> list[str]:
-    """Return for each layout what its step consists of, what fills its fullest rank, and what
-    single changes would gain.
+    """Return lines that say, for each layout, what its step consists of, what fills its fullest
+    rank, and what single changes would gain.
     """
     lines = []
     for number, candidate in enumerate(plan.ranked, 1):
@@ -194,8 +196,8 @@ def explanation(plan: Plan) -> list[str]:
 
 
 def changes_to_show(candidate: Candidate) -> list[Change]:
-    """Return at most SHOWN changes: the fastest that fit, and the fastest of those that do not fit,
-    if it is faster than the layout itself.
+    """Return at most 4 of a layout's changes: the fastest that fit, and the fastest of those that
+    do not fit, if it is faster than the layout itself.
     """
     fitting = [change for change in candidate.changes if change.fits][: SHOWN - 1]
     # what more memory would buy
@@ -241,7 +243,7 @@ def budget(plan: Plan) -> list[str]:
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
-    """Return the content of --json: the plan as plain values, in seconds and bytes."""
+    """Return the plan as plain values for --json, in seconds and bytes."""
     return {
         "model": plan.model,
         "parameters": plan.parameters,
@@ -318,7 +320,9 @@ def inference_title(plan: Inference) -> str:
 
 
 def inference_table(plan: Inference) -> Table:
-    """Return the table of --inference, a row for each tp."""
+    """Return the table of --inference, a row for each tp: memory, whether it fits, milliseconds per
+    token, throughput, bottleneck.
+    """
     grid = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     names = (
         "tp",
@@ -348,7 +352,7 @@ def inference_table(plan: Inference) -> Table:
 
 
 def inference_dict(plan: Inference) -> dict[str, Any]:
-    """Return the content of --json for inference: seconds and bytes."""
+    """Return the plan of --inference as plain values for --json, in seconds and bytes."""
     return {
         "model": plan.model,
         "cluster": plan.cluster.name,

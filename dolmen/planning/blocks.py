@@ -35,8 +35,8 @@ from dolmen.planning.operations import (
 
 
 def embedding_rows(spec: ModelSpec, share: RankShare, program: Program) -> Operations:
-    """Return the ledger rows of the embedding, forward and backward: token lookup, collectives over
-    tp, positions, dropout, and the weight gradient.
+    """Return the operations (ledger rows) of the embedding for one microbatch on a rank, forward
+    and backward: token lookup, collectives over tp, positions, dropout, and the weight gradient.
     """
     maker = Maker(spec.width, share, program)
     x, stream = maker.whole, maker.x
@@ -44,7 +44,7 @@ def embedding_rows(spec: ModelSpec, share: RankShare, program: Program) -> Opera
     # reads the gradient and the rows that it is added to
     backward = [memory("B", "embed", "rows", 2 * x, x)]
     if not program.buffers:  # the gradient of a whole table
-        backward.append(maker.added_up("embed", share.part(spec.vocab_size) * spec.width))
+        backward.append(maker.accumulation_row("embed", share.part(spec.vocab_size) * spec.width))
     if share.tp > 1:
         op = "reduce-scatter" if share.sequence_parallel else "all-reduce"
         forward.append(collective("F", "embed", op, x))
@@ -59,7 +59,9 @@ def embedding_rows(spec: ModelSpec, share: RankShare, program: Program) -> Opera
 
 
 def head_rows(spec: ModelSpec, share: RankShare, program: Program) -> Operations:
-    """Return the rows of the final norm, the logits, and the loss over them in fp32."""
+    """Return the operations (ledger rows) of the final norm, the logits, and the loss over them in
+    fp32, for one microbatch on a rank, forward and backward.
+    """
     tokens, rows = share.tokens, share.part(spec.vocab_size)
     logits = tokens * rows
     maker = Maker(spec.width, share, replace(program, fp8=False))
@@ -81,9 +83,9 @@ def head_rows(spec: ModelSpec, share: RankShare, program: Program) -> Operations
 
 
 def _fuse_loss(entered: Both) -> Both:
-    """Move the gradient products of the LM head to forward, as the loss forms its gradients there.
-    Only the reduction of the input's gradient over tp stays in backward. `entered`: the head's
-    rows.
+    """Return the head's rows (`entered`: forward, backward) with the products of gradients moved to
+    forward, as the loss forms its gradients there. Only the reduction of the input's gradient over
+    tp stays in backward.
     """
     forward, backward = entered
     computed: Rows = [replace(row, action="F") for row in backward if row.kind != "collective"]
@@ -100,9 +102,10 @@ def update_rows(
     clips: bool = True,
     moments: int = 2,
 ) -> tuple[LedgerRow, ...]:
-    """Return the rows of the optimizer update of `elements` parameters on this rank, which holds
-    gradients of `local_elements` parameters before (with ZeRO, `sharded`, more than it updates).
-    `clips`: gradients are clipped by norm. `moments`: numbers of optimizer state per parameter.
+    """Return the ledger rows of the optimizer update of `elements` parameters on this rank, which
+    holds gradients of `local_elements` parameters before (with ZeRO, `sharded`, more than it
+    updates). `clips`: gradients are clipped by norm. `moments`: numbers of optimizer state per
+    parameter.
     """
     g = program.gradient
     passes = [memory("optimizer", "", "zero", 0, g * local_elements)] if program.buffers else []
@@ -123,7 +126,9 @@ BACKWARD = 2.5
 
 
 def block_rows(spec: ModelSpec, number: int, share: RankShare, program: Program) -> Operations:
-    """Return the rows of layer `number` for one microbatch of a rank."""
+    """Return the operations (ledger rows) of layer `number` for one microbatch on a rank, forward
+    and backward.
+    """
     params = select_prefix(spec.params, f"layers.{number}")
     return _Block(spec.hidden_size, share, program, spec, number, params).rows()
 
@@ -142,7 +147,7 @@ class _Block(Maker):
         return self.spec.blocks[self.number]
 
     def rows(self) -> Operations:
-        """Return all rows of the block, in the order of forward."""
+        """Return the operations of the block, forward and backward, in the order of forward."""
         around, kind = self.block.arrangement, self.block.norm.kind
         separate = around.additions == 2
         attention = [
@@ -154,7 +159,7 @@ class _Block(Maker):
             self.norm("attn_norm", kind),
             self.column_parallel("attn.qkv", self.linears("attn.qkv", attention)),
             self.rope_rows(),
-            self.inner(),
+            self.attention_rows(),
             self.row_parallel(
                 "attn.o", self.linears("attn.o", ["attn.o.weight"])[0], sends=separate
             ),
@@ -163,20 +168,20 @@ class _Block(Maker):
             steps.append(self.residual_rows("attn.add", "attn.o.bias" in self.params))
         if around.norm_count > 1:
             steps.append(self.norm("mlp_norm", kind))
-        steps += self.features(sends=separate)
+        steps += self.mlp_rows(sends=separate)
         steps.append(self.residual_rows("mlp.add", "mlp.down.bias" in self.params))
         # norms behind the branches too
         steps += [self.norm("norm", kind)] * (around.norm_count - 2)
         if self.program.fp8:
-            steps.append(self.casts())
+            steps.append(self.cast_rows())
         if self.program.random_state:
             state = LedgerRow("F", "random", "host", "copy", read=self.program.random_state)
             steps.append(([state], []))
         return Operations.join(steps)
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the part of a matrix that this rank multiplies. Key and value heads
-        that are replicated count only those that this rank's queries use.
+        """Return the shape of the part of the weight `name` that this rank multiplies. Key and
+        value heads that are replicated count only those that this rank's queries use.
         """
         param = self.params[name]
         alone = self.share.folded and param.stacked
@@ -187,8 +192,8 @@ class _Block(Maker):
         return tuple(shape)
 
     def linears(self, module: str, names: list[str]) -> list[Both]:
-        """Return the rows of the linear layers of these weights; those with the same input width
-        are one product if the program joins them.
+        """Return the rows of linear layers with the weights `names`, one (forward, backward) pair
+        each; those with the same input width are one product if the program joins them.
         """
         shapes = [self.local_shape(name) for name in names]
         if self.program.joined and len({shape[-1] for shape in shapes}) == 1:
@@ -220,11 +225,13 @@ class _Block(Maker):
             k.shape[0] // size if k else mixer.heads
         )
 
-    def inner(self) -> Both:
-        """Return the rows of attention between q, k, v and the output projection."""
-        return self.scores() if self.program.attention == "scores" else self.flash()
+    def attention_rows(self) -> Both:
+        """Return the rows of attention between q, k, v and the output projection: with scores in
+        memory, or as one fused kernel.
+        """
+        return self.score_rows() if self.program.attention == "scores" else self.flash_rows()
 
-    def flash(self) -> Both:
+    def flash_rows(self) -> Both:
         """Return the rows of fused attention: one kernel each way, and with cp the ring's keys,
         values and their gradients.
         """
@@ -257,7 +264,7 @@ class _Block(Maker):
         returned = replace(sent, action="B", payload=round(more * payload))
         return [row, sent], [back, returned]
 
-    def scores(self) -> Both:
+    def score_rows(self) -> Both:
         """Return the rows of attention that writes its scores to memory: two products, softmax,
         dropout.
         """
@@ -318,20 +325,21 @@ class _Block(Maker):
                 forward.append(memory("F", module, "dropout", x, x + masked))
         return forward, backward
 
-    def features(self, sends: bool) -> list[Both]:
-        """Return the rows of the feed-forward layer: dense, or router, shared experts, dispatch,
-        experts and combine. `sends`: its input crosses tp by itself.
+    def mlp_rows(self, sends: bool) -> list[Both]:
+        """Return the rows of the feed-forward layer, one (forward, backward) pair per step: dense,
+        or router, shared experts, dispatch, experts and combine. `sends`: its input crosses tp by
+        itself.
         """
         if not isinstance(self.block.mlp, MoESpec):
             down = self.linears("mlp.down", ["mlp.down.weight"])[0]
             return [
-                self.column_parallel("mlp.up", self.up("mlp"), sends),
+                self.column_parallel("mlp.up", self.up_rows("mlp"), sends),
                 self.activation_rows("mlp"),
                 self.row_parallel("mlp.down", down),
             ]
         shared: list[Both] = []
         if "mlp.shared.up.weight" in self.params:
-            shared = [*self.up("mlp.shared"), self.activation_rows("mlp.shared")]
+            shared = [*self.up_rows("mlp.shared"), self.activation_rows("mlp.shared")]
             shared += self.linears("mlp.shared", ["mlp.shared.down.weight"])
         down = self.linears("mlp.down", ["mlp.experts.down.weight"])[0]
         routed = self.linears("mlp.router", ["mlp.router.weight"])
@@ -342,15 +350,15 @@ class _Block(Maker):
             self.column_parallel("mlp.router", routed, sends),
             *shared,
             there,
-            *self.up("mlp.experts"),
+            *self.up_rows("mlp.experts"),
             self.activation_rows("mlp.experts"),
             down,
             back,
             self.row_parallel("mlp.down", ([], []), not self.share.folded),
         ]
 
-    def up(self, prefix: str) -> list[Both]:
-        """Return the rows of the gate and up projections below `prefix`."""
+    def up_rows(self, prefix: str) -> list[Both]:
+        """Return the rows of the gate and up projections whose weights lie below `prefix`."""
         names = (f"{prefix}.gate.weight", f"{prefix}.up.weight")
         return self.linears("mlp.up", [name for name in names if name in self.params])
 
@@ -390,7 +398,7 @@ class _Block(Maker):
                 some.append(collective(action, "mlp.experts", "all-to-all", payload, axis="ep"))
         return rows[0], rows[1]
 
-    def casts(self) -> Both:
+    def cast_rows(self) -> Both:
         """Return the rows, of forward and of backward, for the kernels that cast inputs of matrix
         products to fp8: each input is read, rounded and written in two layouts, as a product takes
         both factors by rows. Scales are known from the kernel that made the input.

@@ -38,10 +38,10 @@ def layer_bytes(
     element_bytes: int,
     **more: Any,
 ) -> float:
-    """Return the bytes of activations that a layer keeps of one microbatch, as
-    `activation_bytes_per_layer`, but for any kind of block. Experts keep what a dense layer of the
-    chosen experts keeps, and the routed tokens twice; latent attention also keeps its latents.
-    `more`: further arguments of that function.
+    """Return the bytes of activations that a layer keeps of one microbatch from forward to
+    backward, as `activation_bytes_per_layer` (model/count.py), but for any kind of block. Experts
+    keep what a dense layer of the chosen experts keeps, and the routed tokens twice; latent
+    attention also keeps its latents. `more`: further arguments of that function.
     """
     tokens, extra, e = batch * length / cp, 0.0, element_bytes
     if isinstance(block.mlp, MoESpec):
@@ -68,8 +68,8 @@ LOGIT_BYTES = 6
 
 
 def microbatches_in_flight(schedule: str, ranks: int, micros: int, chunks: int, rank: int) -> float:
-    """Return how many microbatches a pipeline rank holds activations of at most, in units of all
-    its layers.
+    """Return the most microbatches whose activations a pipeline rank holds at once, in units of all
+    its layers (`chunks` virtual stages), so that it may be a fraction.
     """
     match schedule:
         case "gpipe":
@@ -121,8 +121,8 @@ class ActivationPeaks(NamedTuple):
 
 
 def _peaks_of(states: States, moments: ActivationPeaks) -> tuple[float, float, float]:
-    """Return the bytes on top of what is always held at three moments: in a forward, in the first
-    backward, in a later backward.
+    """Return the bytes of a rank, on top of what is always held, at its three possible peaks: in a
+    forward, in the first backward, in a later backward.
     """
     reduced = states.whole + states.sharded
     coming = max(states.arriving, states.packed)
@@ -155,22 +155,22 @@ class Capacity:
 
     @cached_property
     def ranks(self) -> ModelRanks:
-        """Layers and parameters of each rank."""
+        """Layers and parameters of each pipeline rank of the model."""
         return ModelRanks(self.spec)
 
     def stages(self, choice: LayoutChoice, global_batch_size: int) -> tuple[StageMemory, ...]:
-        """Return the peak memory of each pipeline rank, by kind."""
+        """Return the peak memory of each pipeline rank, by kind, in order of the ranks."""
         return tuple(
             self.stage_memory(choice, rank, global_batch_size) for rank in range(choice.pp)
         )
 
     def fullest(self, choice: LayoutChoice, global_batch_size: int) -> int:
-        """Return the peak bytes of the fullest rank. Only the first and last of ranks with equal
-        layers are looked at.
+        """Return the peak bytes of the rank that holds most. Of pipeline ranks with equal layers
+        only the first and the last are looked at.
         """
         micros = global_batch_size // choice.dp // choice.microbatch_size
         most = 0
-        for rank in self.ranks.telling(choice):
+        for rank in self.ranks.extreme_ranks(choice):
             states, moments = (
                 self._states(choice, rank, micros),
                 self._activation_peaks(choice, rank, micros),
@@ -301,15 +301,15 @@ class Capacity:
         return 4 * (-(-full.dense // d) + -(-full.experts // ed))
 
     def _shards(self, choice: LayoutChoice) -> tuple[int, int]:
-        """Return over how many ranks dense and expert parameters are sharded; (1, 1) at ZeRO 0."""
+        """Return over how many ranks ZeRO shards dense and expert parameters; (1, 1) at ZeRO 0."""
         if choice.zero == 0:
             return 1, 1
         fsdp = choice.dp * choice.cp
         return fsdp, max(1, fsdp // choice.ep)
 
     def _activations(self, choice: LayoutChoice, rank: int) -> tuple[float, float]:
-        """Return the bytes that all layers of a rank keep per microbatch, and the most that
-        recomputing one layer needs for a moment.
+        """Return the activation bytes that all layers of a pipeline rank keep per microbatch, and
+        the most that recomputing one layer needs for a moment.
         """
         key = (
             choice.tp,
@@ -341,8 +341,9 @@ class Capacity:
         return total, moment
 
     def _kept_bytes(self, block: BlockSpec, choice: LayoutChoice, recompute: str) -> float:
-        """Return the bytes that a layer keeps of a microbatch. Where cp gathers, these include keys
-        and values of the whole sequence (docs/concepts/context-parallel.md).
+        """Return the activation bytes that a layer keeps of a microbatch with this kind of
+        recomputation. Where cp gathers, these include keys and values of the whole sequence
+        (docs/concepts/context-parallel.md).
         """
         layer_size = layer_bytes(
             self.spec,

@@ -84,7 +84,7 @@ class StepConfig:
 
     @property
     def specified(self) -> dict:
-        """Options that were given."""
+        """Name -> value of the options that are set."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 

@@ -87,11 +87,13 @@ class Placement:
             )
 
     def node(self, rank: int) -> int:
-        """Return the node of a rank."""
+        """Return the index of the node that a rank is on."""
         return rank // self.used
 
     def road(self, ranks: Sequence[int]) -> Road:
-        """Return the links between the ranks of a group, given in order."""
+        """Return the links (bandwidth, latency, tier) between the ranks of a group, given
+        in order.
+        """
         inside, between = self.cluster.inside, self.cluster.between
         nodes = [self.node(rank) for rank in ranks]
         first, last = min(nodes), max(nodes)
@@ -192,8 +194,8 @@ class Overlap:
     fsdp: Hides = "action"
 
     def hides_behind(self, axis: str) -> Hides:
-        """Return behind what collectives of a mesh axis hide; any axis but tp, cp and ep counts as
-        fsdp.
+        """Return the computation that hides the collectives of a mesh axis; any axis but tp, cp and
+        ep counts as fsdp.
         """
         known: Mapping[str, Hides] = {"tp": self.tp, "cp": self.cp, "ep": self.ep}
         return known.get(axis, self.fsdp)
@@ -226,11 +228,11 @@ class Parts:
         return self.product + self.attention + self.memory
 
     def named_seconds(self) -> dict[str, float]:
-        """Return name -> seconds."""
+        """Return name of the part -> its seconds."""
         return dict(vars(self))
 
     def __add__(self, other: "Parts") -> "Parts":
-        """Add part by part."""
+        """Return the sum, part by part."""
         theirs = vars(other)
         return Parts(**{name: value + theirs[name] for name, value in vars(self).items()})
 
@@ -258,21 +260,25 @@ class Machine:
 
     @cached_property
     def slowest(self) -> float:
-        """Time of the slowest of all GPUs over the mean, since every step waits for it: of n normal
-        numbers the largest is about the quantile (n - 3/8) / (n + 1/4) (Blom, 1958).
+        """Ratio (1 or more) of the slowest GPU's time to the mean, since every step waits for it:
+        of n normal numbers the largest is about the quantile (n - 3/8) / (n + 1/4) (Blom, 1958).
         """
         n = self.placement.topology.size
         return 1 + self.device.variation * NormalDist().inv_cdf((n - 0.375) / (n + 0.25))
 
     def road(self, axis: str) -> Road:
-        """Return the links between the ranks of the group along `axis` that this rank is in."""
+        """Return the links between the ranks of the group along the mesh axis `axis` that this rank
+        is in; cached.
+        """
         if axis not in self.roads:
             group = self.placement.topology.group(axis, self.rank)
             self.roads[axis] = self.placement.road(group)
         return self.roads[axis]
 
     def hop(self) -> Road:
-        """Return the link from this rank's stage to the next (or, of the last, to the first)."""
+        """Return the link from this rank to the next pipeline rank (or, of the last, to the first);
+        cached.
+        """
         if "hop" not in self.roads:
             line = self.placement.topology.group("pp", self.rank)
             at = line.index(self.rank)
@@ -310,16 +316,16 @@ def product_seconds(
 
 
 def _waves(full: float) -> float:
-    """Return how many waves the tiles take, for `full` tiles per multiprocessor. A last wave that
-    is not whole runs faster, as idle multiprocessors leave it power, cache and memory: half of what
-    is missing is lost.
+    """Return how many waves of tiles a product takes, at least 1, for `full` tiles per
+    multiprocessor. A last wave that is not whole runs faster, as idle multiprocessors leave it
+    power, cache and memory: half of what is missing is lost.
     """
     return max(1.0, 0.5 * full + 0.5 * math.ceil(full))
 
 
 def row_seconds(row: LedgerRow, machine: Machine) -> float:
-    """Return the seconds of one row by itself (once, whatever its `times`), with its kernel
-    launch.
+    """Return the predicted seconds of one ledger row (operation) by itself, once, whatever its
+    `times`, with its kernel launch; for a row of kind host, of the host's read.
     """
     device = machine.device
     moved = row.read + row.written
@@ -351,9 +357,9 @@ def _product_shape(row: LedgerRow) -> tuple[int, int, int, int]:
 
 
 def action_seconds(rows: Iterable[LedgerRow], machine: Machine) -> Parts:
-    """Return the seconds of the rows of one action, in the order in which the host issues them,
-    with communication hidden as `Overlap` allows. Sends are left out: they belong to the schedule
-    (step.py).
+    """Return the predicted seconds, by cause, of the rows of one schedule action (or of the
+    update), in the order in which the host issues them, with communication hidden as `Overlap`
+    allows. Sends are left out: they belong to the schedule (step.py).
     """
     spent = {"product": 0.0, "attention": 0.0, "memory": 0.0}
     exposed = {"tp": 0.0, "cp": 0.0, "ep": 0.0, "dp": 0.0}

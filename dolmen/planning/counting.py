@@ -48,8 +48,9 @@ class Multiplied(NamedTuple):
 
 
 def _count_product(a: Tensor, b: Tensor) -> Multiplied:
-    """Count a matrix product [..., rows, contraction] x [..., contraction, columns]. A grouped
-    product counts the sum of its groups, however rows or contraction are divided among them.
+    """Return shape, FLOPs and dtype of a matrix product [..., rows, contraction] x [...,
+    contraction, columns]. A grouped product counts the sum of its groups, however rows or
+    contraction are divided among them.
     """
     # grouped: a 2D `a` has the rows, or the contraction, of all groups together
     batch = a.shape[0] if a.ndim == 3 else 1
@@ -64,24 +65,25 @@ def _count_flash(
     causal: bool,
     options: dict[str, Any],
 ) -> Multiplied:
-    """Count one product of attention scores for flash attention. `q`: [sequences, queries, heads,
-    size], or with `segments` (cumulative lengths) [tokens, heads, size], each segment taken as long
-    as the `longest` (queries, keys). Windows and causality reduce the pairs.
+    """Return shape, FLOPs and dtype of one product of attention scores, for flash attention. `q`:
+    [sequences, queries, heads, size], or with `segments` (cumulative lengths) [tokens, heads,
+    size], each segment taken as long as the `longest` (queries, keys). Windows and causality reduce
+    the FLOPs.
     """
     heads, size = q.shape[-2:]
     queries, keys = longest
     # packed: tokens over the longest segment
     sequences = q.shape[0] if segments is None else q.shape[0] // queries
     left, right = options["window_size_left"], options["window_size_right"]
-    seen = _seen(queries, keys, left, 0 if causal else right)
+    seen = _attended_pairs(queries, keys, left, 0 if causal else right)
     shape = sequences * heads, queries, keys, size
     return Multiplied("attention", shape, 2 * sequences * heads * size * seen, q.dtype)
 
 
 @cache
-def _seen(queries: int, keys: int, left: int, right: int) -> int:
-    """Return how many (query, key) pairs attend: keys up to `left` before and `right` after the
-    diagonal (-1: unbounded), which ends at the last query and the last key.
+def _attended_pairs(queries: int, keys: int, left: int, right: int) -> int:
+    """Return how many (query, key) pairs of a sequence attend: keys up to `left` before and `right`
+    after the diagonal (-1: unbounded), which ends at the last query and the last key.
     """
     before = keys if left < 0 else left
     behind = keys if right < 0 else right
@@ -91,15 +93,17 @@ def _seen(queries: int, keys: int, left: int, right: int) -> int:
 
 
 def _count_flash_forward(args: Sequence[Any], options: dict[str, Any]) -> Multiplied:
-    """Count two products: scores, and their weighted sum of values."""
+    """Return shape, FLOPs and dtype of flash attention's forward from the operator's arguments: two
+    products, scores and their weighted sum of values.
+    """
     q, _, _, segments, _, queries, keys, _, causal = args[:9]
     scores = _count_flash(q, segments, (queries, keys), causal, options)
     return scores._replace(flops=2 * scores.flops)
 
 
 def _count_flash_backward(args: Sequence[Any], options: dict[str, Any]) -> Multiplied:
-    """Count five products: scores once more, and the gradients of scores, queries, keys and
-    values.
+    """Return shape, FLOPs and dtype of flash attention's backward from the operator's arguments:
+    five products, scores once more, and the gradients of scores, queries, keys and values.
     """
     _, q, _, _, _, _, segments, _, queries, keys, _, causal = args[:12]
     scores = _count_flash(q, segments, (queries, keys), causal, options)
@@ -107,25 +111,27 @@ def _count_flash_backward(args: Sequence[Any], options: dict[str, Any]) -> Multi
 
 
 def _count_cudnn(q: Tensor, k: Tensor, causal: bool, products: int) -> Multiplied:
-    """Count `products` products of attention scores, without segments: q is [sequences, heads,
-    queries, size].
+    """Return shape, FLOPs and dtype of `products` products of attention scores in cuDNN's
+    attention, without segments or windows: q is [sequences, heads, queries, size].
     """
     sequences, heads, queries, size = q.shape
     # no window
-    seen = _seen(queries, k.shape[2], -1, 0 if causal else -1)
+    seen = _attended_pairs(queries, k.shape[2], -1, 0 if causal else -1)
     flops = products * 2 * sequences * heads * size * seen
     return Multiplied("attention", (sequences * heads, queries, k.shape[2], size), flops, q.dtype)
 
 
 def _count_cudnn_forward(args: Sequence[Any], _: dict[str, Any]) -> Multiplied:
-    """Count two products, as `_count_flash_forward`. `is_causal` is missing from the arguments
-    where it is false.
+    """Return shape, FLOPs and dtype of cuDNN attention's forward (two products) from the operator's
+    arguments, which lack `is_causal` where it is false.
     """
     return _count_cudnn(args[0], args[1], len(args) > 6 and args[6], 2)
 
 
 def _count_cudnn_backward(args: Sequence[Any], _: dict[str, Any]) -> Multiplied:
-    """Count five products, as `_count_flash_backward`."""
+    """Return shape, FLOPs and dtype of cuDNN attention's backward (five products) from the
+    operator's arguments.
+    """
     return _count_cudnn(args[1], args[2], args[14], 5)
 
 
@@ -185,7 +191,7 @@ class Places:
     """
 
     def __init__(self, model: nn.Module):
-        """`model`: the module whose parts are named."""
+        """Map the modules of `model` to their names; nothing is entered yet."""
         self.names = {id(module): name for name, module in model.named_modules()}
         self.within: list[str | None] = [None]
         self.numbers: list[int] = [0]
@@ -193,7 +199,9 @@ class Places:
 
     @property
     def here(self) -> str | None:
-        """Name of the module that computes now; "" for the model itself, None outside of it."""
+        """Name of the module that computes now, in forward or backward; "" for the model itself,
+        None outside of it.
+        """
         # None outside of backward
         number = dispatch.backward_sequence_number()
         if number is None or len(self.within) > 1:  # a module that is computed again
@@ -203,8 +211,8 @@ class Places:
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Register global forward hooks within this context, which record entry and exit of
-        modules.
+        """Context manager with global forward hooks that record when modules are entered
+        and left.
         """
         # global hooks: they also run for modules that are computed again
         entering = hooks.register_module_forward_pre_hook(self._enter_module)
@@ -216,14 +224,14 @@ class Places:
             leaving.remove()
 
     def _enter_module(self, module: nn.Module, args: object) -> None:
-        """Forward pre-hook: push the module's name (that of its parent for one outside the
-        model).
+        """Push the module's name (that of its parent for a module outside the model): a forward
+        pre-hook.
         """
         self.within.append(self.names.get(id(module), self.within[-1]))
         self._record_module()
 
     def _leave_module(self, module: nn.Module, args: object, result: object) -> None:
-        """Forward hook: pop the module that ends."""
+        """Pop the module that ends: a forward hook."""
         self.within.pop()
         self._record_module()
 
@@ -241,7 +249,7 @@ class Places:
 # Bytes of tensors that are alive, by kind: a storage counts from the operator that creates it
 # until its last tensor is freed.
 #
-# A new storage has the kind `making`, until a later operator shows what it is (`is_now`): a
+# A new storage has the kind `making`, until a later operator shows what it is (`set_kind`): a
 # gradient is a temporary of its module (activation) until it has been added to its parameter's.
 
 
@@ -276,7 +284,7 @@ class Memory:
 
     @contextmanager
     def makes(self, kind: Kind) -> Iterator[None]:
-        """Count storages that are made within this context as `kind`."""
+        """Context manager in which new storages are counted as `kind`."""
         before, self.making = self.making, kind
         try:
             yield
@@ -284,7 +292,7 @@ class Memory:
             self.making = before
 
     def begin(self) -> None:
-        """Restart the peak from what is held now."""
+        """Restart the peak (`most`, `at_most`, `lately`) from what is held now."""
         self.most = self.total
         self.at_most, self.lately = self.live, self.total
 
@@ -295,7 +303,9 @@ class Memory:
         return most
 
     def add(self, tensor: Tensor) -> None:
-        """Count the storage of an operator's result, if it is new; else update its size."""
+        """Count the storage of an operator's result from now until it is freed, if it is new; else
+        update its size.
+        """
         storage = tensor.untyped_storage()
         key = id(storage)
         # a view, or an in-place operator
@@ -308,16 +318,18 @@ class Memory:
         self._add_bytes(self.making, storage.nbytes())
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """Update the size of a storage, as FSDP frees and allocates them; unknown ones are
-        ignored.
+        """Update the counted size of a storage, which FSDP frees and allocates in place; unknown
+        ones are ignored.
         """
         entry = self.held.get(id(storage))
         if entry is not None and entry.bytes != storage.nbytes():
             self._add_bytes(entry.kind, storage.nbytes() - entry.bytes)
             entry.bytes = storage.nbytes()
 
-    def is_now(self, kind: Kind, tensor: Tensor) -> None:
-        """Change the kind of the storage of `tensor`; unknown ones are ignored."""
+    def set_kind(self, kind: Kind, tensor: Tensor) -> None:
+        """Change the kind under which the storage of `tensor` is counted; unknown ones are
+        ignored.
+        """
         entry = self.held.get(id(tensor.untyped_storage()))
         if entry is not None and entry.kind != kind:
             # the sum does not change, so neither does the peak
@@ -331,7 +343,7 @@ class Memory:
         return None if entry is None else entry.kind
 
     def _remove(self, key: int) -> None:
-        """Subtract a storage that has been freed."""
+        """Subtract a storage that has been freed, by its key in `held`."""
         entry = self.held.pop(key)
         self._add_bytes(entry.kind, -entry.bytes)
 
@@ -366,15 +378,17 @@ class Counting(dispatch.Dispatch):
         """What is under way, by the same."""
 
     @contextmanager
-    def seeing(self) -> Iterator[None]:
-        """Count all memory that is allocated and freed within this context."""
+    def count_memory(self) -> Iterator[None]:
+        """Context manager in which all memory that is allocated and freed is counted, by this
+        dispatch mode.
+        """
         with dispatch.observe_resizes(self.memory.resize), self:
             yield
 
     @contextmanager
     def step(self, model: nn.Module) -> Iterator[None]:
-        """Record the operators of a step of `model` within this context; the memory peak starts
-        here.
+        """Context manager in which the operators of a step of `model` are recorded as ledger rows;
+        the memory peak starts here.
         """
         self.places = Places(model)
         self.memory.begin()
@@ -382,8 +396,8 @@ class Counting(dispatch.Dispatch):
             yield
 
     def end_action(self, action: str, times: int = 1) -> None:
-        """Assign the rows since the last call to a schedule action (such as "F0"), which the whole
-        step does `times` times.
+        """Assign the rows recorded since the last call to a schedule action (such as "F0"), which
+        the whole step does `times` times, and add them to `rows`.
         """
         end = self.memory.since_last()
         # memory may rise after the last operator, as hooks allocate
@@ -397,7 +411,7 @@ class Counting(dispatch.Dispatch):
         before the first `step`.
         """
         if self.places is not None:
-            self._row("host", "read", read=tensor.nbytes)
+            self._add_row("host", "read", read=tensor.nbytes)
 
     def __torch_dispatch__(
         self,
@@ -406,8 +420,8 @@ class Counting(dispatch.Dispatch):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operator on tensors without values, then update the memory and add its
-        ledger row.
+        """Run an operator on tensors without values and return its result; update the memory and
+        add its ledger row.
         """
         # what stands for a part of a tensor, or for one to come, calls the operators itself
         if any(is_distributed(type_) or issubclass(type_, dispatch.Arriving) for type_ in types):
@@ -426,9 +440,9 @@ class Counting(dispatch.Dispatch):
                 self.memory.add(tensor)
         self.memory.making = making
         for kind, tensor in known_kinds(name, args, options, outputs, self.memory.kind_of):
-            self.memory.is_now(kind, tensor)
+            self.memory.set_kind(kind, tensor)
         if self.places is not None and not operator.is_view:
-            self._seen(operator, name, args, options, outputs)
+            self._add_operator_row(operator, name, args, options, outputs)
         return dispatch.completed_work() if self.instant and name == "c10d.send" else out
 
     def _wait(self, tensor: Tensor) -> Tensor:
@@ -444,12 +458,14 @@ class Counting(dispatch.Dispatch):
 
     @property
     def _kind(self) -> Kind:
-        """Memory kind of a tensor that is made now: outside of all modules in a step, a buffer."""
+        """Memory kind of a tensor that is made now: a buffer in a step outside of all modules, else
+        the current kind.
+        """
         if self.places is None or self.places.here is not None:
             return self.memory.making
         return "buffer"
 
-    def _seen(
+    def _add_operator_row(
         self,
         operator: Any,
         name: str,
@@ -469,7 +485,7 @@ class Counting(dispatch.Dispatch):
             kind = "send" if sends in ("send", "receive") else "collective"
             axis = self._collective_axis(sends, name, args)
             if axis is not None:
-                self._row(kind, sends, axis=axis, payload=payload)
+                self._add_row(kind, sends, axis=axis, payload=payload)
             return
         if name in EMPTY or name.startswith(SILENT):
             return
@@ -479,13 +495,13 @@ class Counting(dispatch.Dispatch):
             "written": sum(t.nbytes for t in outputs if not operator.is_view),
         }
         if product is None:
-            self._row("memory", name.removeprefix("aten."), **moved)
+            self._add_row("memory", name.removeprefix("aten."), **moved)
             return
         # FLOPs by formula, from shapes only
         counted = product(args, options)
         op = name.removeprefix("aten.")
         factors = SHORT[counted.dtype]
-        self._row(
+        self._add_row(
             counted.kind, op, flops=counted.flops, shape=counted.shape, dtype=factors, **moved
         )
 
@@ -517,8 +533,10 @@ class Counting(dispatch.Dispatch):
                 return self.axes[argument]
         return None
 
-    def _row(self, kind: str, op: str, **more: Any) -> None:
-        """Add a row of the current module, with the memory now and the peak since the last row."""
+    def _add_row(self, kind: str, op: str, **more: Any) -> None:
+        """Add a ledger row for an operation in the current module, with the memory now and the peak
+        since the last row.
+        """
         assert self.places is not None
         self.since.append(
             dict(
@@ -539,7 +557,9 @@ OF_ACTIVATIONS = ("tp", "pp", "cp", "dp", "ends", "ep", "fsdp", "edp", "world")
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Return the tensors among the inputs or results of an operator."""
+    """Return the tensors in the arguments or results of an operator, also inside lists, tuples and
+    dicts.
+    """
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, dict):

@@ -19,13 +19,15 @@ CENTRED = {"ha": "center", "va": "center_baseline"}
 
 
 def gantt(simulation: Simulation, schedule: Schedule, to: Path, title: str) -> None:
-    """Draw one schedule to a picture file. Raises ValueError unless `to` ends in .svg or .png."""
+    """Draw one simulated pipeline schedule as a Gantt chart to a picture file. Raises ValueError
+    unless `to` ends in .svg or .png.
+    """
     draw_stacked([(title, schedule, simulation)], to)
 
 
 def draw_stacked(panels: list[tuple[str, Schedule, Simulation]], to: Path) -> None:
-    """Draw several (title, schedule, simulation) below one another on one time scale, to a picture
-    file. Raises ValueError unless `to` ends in .svg or .png.
+    """Draw several (title, schedule, simulation) as Gantt charts below one another on one time
+    scale, to a picture file. Raises ValueError unless `to` ends in .svg or .png.
     """
     if to.suffix.lower() not in (".svg", ".png"):
         raise ValueError(f"the picture {to} ends in {to.suffix or 'nothing'}: use .svg or .png")
@@ -55,7 +57,7 @@ def _draw_panel(axis, title: str, schedule: Schedule, simulation: Simulation, sp
     rank, with its idle share and its microbatches in flight to the right.
     """
     for rank in range(schedule.ranks):
-        _rank(axis, rank, schedule, simulation, 0.8 * WIDTH / span)
+        _draw_rank(axis, rank, schedule, simulation, 0.8 * WIDTH / span)
         idle = 1 - simulation.busy[rank] / simulation.span
         _draw_columns(
             axis, rank, (f"{idle:.0%}", f"{simulation.peak[rank]:.4g}"), fontsize=9, color=INK
@@ -77,7 +79,7 @@ def _draw_panel(axis, title: str, schedule: Schedule, simulation: Simulation, sp
     )
 
 
-def _rank(axis, rank: int, schedule: Schedule, simulation: Simulation, inch: float) -> None:
+def _draw_rank(axis, rank: int, schedule: Schedule, simulation: Simulation, inch: float) -> None:
     """Draw the row of a rank: hatched background for idle time, a box per action, with the
     microbatch number where it fits. `inch`: inches of paper per unit of time, about.
     """
@@ -118,7 +120,7 @@ def _draw_columns(axis, y: float, texts: tuple[str, str], **style) -> None:
 
 
 def _draw_legend(figure, schedules: list[Schedule]) -> None:
-    """Draw the legend: kinds of actions that occur, chunks by shade, idle."""
+    """Add the figure's legend: kinds of actions that occur, chunks by shade, idle."""
     from matplotlib.patches import Patch
 
     kinds = {

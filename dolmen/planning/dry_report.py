@@ -24,7 +24,7 @@ class DryRunReport:
     ledgers: tuple[Ledger, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the ledgers as plain values, for --json."""
+        """Return the counts of each rank as plain values, for --json."""
         return {"ranks": [_rank_dict(ledger) for ledger in self.ledgers]}
 
     @property
@@ -74,7 +74,9 @@ class DryRunReport:
 
     @staticmethod
     def _add_rows(table: Table, title: str, rank_values: list[dict[str, Any]], format: Any) -> None:
-        """Add a heading, and a row for each name that any rank has; "-" where a rank has none."""
+        """Add a heading to the table, and a row for each name that any rank has a value of,
+        formatted by `format`; "-" where a rank has none.
+        """
         table.add_row(title, style="bold")
         for name in sorted({name for values in rank_values for name in values}):
             cells = [format(values[name]) if name in values else "-" for values in rank_values]
@@ -82,7 +84,7 @@ class DryRunReport:
 
 
 def _peak_place(ledger: Ledger) -> str:
-    """Return action and module in which a rank reaches its peak."""
+    """Return action and module in which a rank reaches its memory peak, as text."""
     # the first of equal ones
     row = max(ledger.rows, key=lambda row: row.peak)
     return f"{row.action} {row.module}".strip()
@@ -102,7 +104,9 @@ def _flops_by_module(ledger: Ledger) -> dict[str, int]:
 
 
 def _sends_by_axis(ledger: Ledger) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return (axis, operation) -> (count, bytes in all) of a rank's collectives and sends."""
+    """Return (axis, operation) -> (how often, bytes in all) of a rank's collectives and sends,
+    sorted.
+    """
     sends: dict[tuple[str, str], tuple[int, int]] = {}
     rows: list[LedgerRow] = [row for row in ledger.rows if row.kind in ("collective", "send")]
     for row in rows:

@@ -155,12 +155,16 @@ def _count_step(
     def end_action(action: Action) -> None:
         """Assign the rows since the last action to this one."""
         counting.end_action(str(action), steps.times.get(action, 1))
-        agree_on_start(model, counting.memory)
+        mark_gradients(model, counting.memory)
         observe()
 
     # outside of the fake mode, so its tokens have values
     batch = batch_of(run, schedule)
-    with dispatch.Fake(allow_non_fake_inputs=True), replace_read_back(answer), counting.seeing():
+    with (
+        dispatch.Fake(allow_non_fake_inputs=True),
+        replace_read_back(answer),
+        counting.count_memory(),
+    ):
         state = allocate_state(run, model, schedule, mesh, counting)
         rest = counting.memory.live
         # what training leaves to no collector is no matter of chance here
@@ -199,8 +203,8 @@ def allocate_state(
 
 
 def match_hardware(hardware: Hardware, mesh: Mesh) -> Mesh:
-    """Return a mesh whose groups use the collectives that `hardware` would: those of gloo for a
-    CPU, else of NCCL.
+    """Return the mesh with groups that use the collectives that `hardware` would: those of gloo for
+    a CPU, else of NCCL.
     """
     # over gloo other operators are issued than over NCCL
     gloo = hardware.kind == "cpu"
@@ -214,7 +218,7 @@ ALL = ("ends", "world")
 
 
 def axes_of(mesh: Mesh) -> dict[str, Axis]:
-    """Return the axes of a mesh by the names of their fields."""
+    """Return field name -> axis for the axes of a mesh."""
     return {name: axis for name, axis in vars(mesh).items() if isinstance(axis, Axis)}
 
 
@@ -253,8 +257,8 @@ class RealTokenBatch(Batch):
 
 
 def batch_of(run: RunConfig, schedule: Schedule) -> RealTokenBatch:
-    """Return a batch of zero tokens for one rank, with as many microbatches as the schedule has.
-    With a document mask each sequence is one document.
+    """Return the batch of zero tokens that one rank trains on in a dry run, with as many
+    microbatches as the schedule has. With a document mask each sequence is one document.
     """
     rows = schedule.micros * run.microbatch_size
     tokens = torch.zeros(rows, run.sequence_length, dtype=torch.int64)
@@ -284,24 +288,24 @@ def balanced_values(x: Tensor, rows: int | None, max_load: float) -> Any:
 
 @contextmanager
 def follow_fsdp(model: Decoder, memory: Memory) -> Iterator[None]:
-    """Set the memory kinds of FSDP's tensors within this context: gathered parameters are compute
-    copies, accumulated gradients unsharded until they are reduced.
+    """Context manager that keeps the memory kinds of FSDP's tensors right: gathered parameters are
+    compute copies, accumulated gradients unsharded until they are reduced.
     """
     watched: set[nn.Parameter] = set()
 
     def mark_gradient(p: Tensor) -> None:
-        """Mark a gradient that autograd has accumulated as unsharded."""
+        """Count a gradient that autograd has just accumulated as unsharded: a parameter hook."""
         assert p.grad is not None
-        memory.is_now("unsharded", p.grad)
+        memory.set_kind("unsharded", p.grad)
 
     def mark_gathered(unit: nn.Module, args: object) -> None:
-        """Mark what FSDP has gathered for a unit as compute copies, before its forward."""
+        """Count what FSDP has gathered for a unit as compute copies: a forward pre-hook."""
         assert isinstance(unit, FSDPModule)
         for record in sharding.records(unit):
             # before its first forward, a shard that is uneven is copied to one that is padded
-            memory.is_now("parameter", local_view(record.sharded_param))
+            memory.set_kind("parameter", local_view(record.sharded_param))
             for tensor in record.all_gather_outputs:
-                memory.is_now("compute", tensor)
+                memory.set_kind("compute", tensor)
             p = record.unsharded_param
             if p.requires_grad and p not in watched:
                 watched.add(p)
@@ -320,14 +324,14 @@ def follow_fsdp(model: Decoder, memory: Memory) -> Iterator[None]:
             handle.remove()
 
 
-def agree_on_start(model: Decoder, memory: Memory) -> None:
-    """Set the memory kinds of all gradients after an action: unsharded ones, and the reduced
-    shards.
+def mark_gradients(model: Decoder, memory: Memory) -> None:
+    """Set the memory kind under which a model's gradients are counted, after an action: unsharded
+    ones, and the reduced shards.
     """
     for unit in data.units(model):
         for record in sharding.records(unit):
             # ZeRO 0 and 1 keep these until the last microbatch
             if record.unsharded_accumulated_grad is not None:
-                memory.is_now("unsharded", record.unsharded_accumulated_grad)
+                memory.set_kind("unsharded", record.unsharded_accumulated_grad)
             if record.sharded_param.grad is not None:
-                memory.is_now("gradient", local_view(record.sharded_param.grad))
+                memory.set_kind("gradient", local_view(record.sharded_param.grad))

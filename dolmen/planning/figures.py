@@ -43,8 +43,8 @@ FILL = {"memory": "memory-bound"}  # in memory's own figure the word means somet
 
 
 def ranking(plan: Plan) -> Drawing:
-    """Draw the seconds of a step with their 90 % intervals, a row per layout, the fastest first (at
-    most MOST_LAYOUTS), with throughput, MFU, memory and bottleneck.
+    """Return the drawing of the seconds of a step with their 90 % intervals, a row per layout, the
+    fastest first (12 at most), with throughput, MFU, memory and bottleneck.
     """
     candidates = plan.ranked[:MOST_LAYOUTS]
     bottom = 30 + BAR_ROW * len(candidates)
@@ -75,7 +75,9 @@ def ranking(plan: Plan) -> Drawing:
 
 
 def step(plan: Plan) -> Drawing:
-    """Draw the parts of a step as a stacked bar, for the best eight layouts."""
+    """Return the drawing of the parts of a step (products, communication, bubble, ...) as a stacked
+    bar, for the best eight layouts.
+    """
     candidates = plan.ranked[:8]
     bottom = 60 + BAR_ROW * len(candidates)
     drawing = Drawing("Parts of a step", bottom + 40)
@@ -147,8 +149,8 @@ MOST_COLUMNS = 32
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """Return `most` numbers spread evenly over 0 to count - 1, both ends included; all if there are
-    no more.
+    """Return `most` numbers spread evenly over 0 to `count` - 1, both ends included; all of them if
+    `count` is no more than `most`.
     """
     if count <= most:
         return list(range(count))
@@ -156,8 +158,8 @@ def evenly(count: int, most: int) -> list[int]:
 
 
 def rank_memory(plan: Plan) -> Drawing:
-    """Draw a column per pipeline rank (at most MOST_COLUMNS, evenly chosen) of the best layout: its
-    peak memory stacked by kind in GiB, below a line at the device's limit.
+    """Return the drawing of the best layout's peak memory, a column per pipeline rank (at most 32,
+    evenly chosen), stacked by kind in GiB, below a line at the device's limit.
     """
     memory, limit = plan.ranked[0].memory, plan.cluster.device.memory
     columns = evenly(len(memory), MOST_COLUMNS)
@@ -189,12 +191,14 @@ def rank_memory(plan: Plan) -> Drawing:
 
 
 def _kind_bytes(memory: StageMemory, kind: str) -> int:
-    """Return the bytes of a kind at the peak; "other" is context and workspace."""
+    """Return the bytes of a memory kind at the rank's peak; "other" is context and workspace."""
     return memory.other if kind == "other" else memory.live._asdict()[kind]
 
 
 def memory_along(plan: Plan) -> Drawing:
-    """Draw the memory of the first, a middle and the last pipeline rank over the time of a step."""
+    """Return the drawing of the memory of the first, a middle and the last pipeline rank over the
+    time of a step, for the best layout.
+    """
     memory, limit = plan.ranked[0].memory, plan.cluster.device.memory
     times = plan.timeline.simulation.times
     drawing = Drawing("Memory along the schedule", 300)
@@ -219,8 +223,8 @@ def memory_along(plan: Plan) -> Drawing:
 
 
 def course(memory: StageMemory, timeline: Timeline, rank: int) -> list[tuple[float, float]]:
-    """Return (bytes while it runs, bytes after it) of each action of a rank: the activations are in
-    proportion to the chunks that are held.
+    """Return (bytes while it runs, bytes after it) for each schedule action of a rank: the
+    activations are in proportion to the chunks that are held.
     """
     # all kinds but activations stay the same
     rest, chunks = memory.total - memory.live.activation, timeline.chunks_held(rank)
@@ -244,8 +248,8 @@ ACTION_NAMES = {
 
 
 def timeline(plan: Plan) -> Drawing:
-    """Draw the schedule of a step, or its beginning and end if a rank has more than MOST_BOXES
-    actions.
+    """Return the drawing of the best layout's pipeline schedule, or of its beginning and end if a
+    rank has more than 240 actions.
     """
     ranks = evenly(plan.timeline.schedule.ranks, MOST_RANKS)
     parts = windows(plan.timeline)
@@ -270,7 +274,9 @@ def timeline(plan: Plan) -> Drawing:
 
 
 def windows(timeline: Timeline) -> list[tuple[float, float]]:
-    """Return the (start, end) times of the panels: one for all, or the beginning and the end."""
+    """Return the (start, end) seconds of the panels of the timeline: one for all, or the beginning
+    and the end.
+    """
     span = timeline.simulation.span
     longest = max(len(actions) for actions in timeline.schedule.actions)
     if longest <= MOST_BOXES:
@@ -319,8 +325,8 @@ GB = 1e9
 
 
 def traffic(plan: Plan) -> Drawing:
-    """Draw the bytes that a GPU sends in a step: a bar per tier, stacked by axis, with the time its
-    link is busy.
+    """Return the drawing of the bytes that a GPU sends in a step: a bar per tier of the network,
+    stacked by mesh axis, with the time its link is busy.
     """
     traffic_rows = plan.ranked[0].traffic
     tiers = list(dict.fromkeys(traffic.tier for traffic in traffic_rows))
@@ -351,8 +357,8 @@ def traffic(plan: Plan) -> Drawing:
 
 
 def cluster(plan: Plan) -> Drawing:
-    """Draw the cluster: a row per tier of switches that the plan's GPUs need, then the nodes, then
-    the GPUs of one node.
+    """Return the drawing of the cluster: a row per tier of switches that the plan's GPUs need, then
+    the nodes, then the GPUs of one node.
     """
     wired, used = plan.cluster, -(-plan.gpus // plan.cluster.gpus_per_node)
     # the lowest, and those above a tier that is too small
@@ -389,7 +395,7 @@ DRAWN = 12  # of a row; more are counted, not drawn
 
 
 def _box_places(count: int) -> list[float]:
-    """Return the x coordinates of at most DRAWN boxes in a row."""
+    """Return the x coordinates of the boxes in a row of `count`, of which at most 12 are drawn."""
     picture_count = min(count, DRAWN)
     return [
         310 + (i - (picture_count - 1) / 2) * 600 / max(picture_count, 4)
@@ -398,7 +404,9 @@ def _box_places(count: int) -> list[float]:
 
 
 def _draw_row(drawing: Drawing, count: int, y: float, words: str) -> None:
-    """Draw a row of `count` boxes, with dots for those beyond DRAWN, and a text to its right."""
+    """Draw a row of `count` boxes at height `y`, with dots for those beyond 12, and a text to its
+    right.
+    """
     places = _box_places(count)
     wide = min(110.0, 560 / max(4, len(places)))
     for i, x in enumerate(places):
@@ -424,8 +432,8 @@ Worth = Callable[[Fleet], float]
 
 
 def front(plan: Plan) -> Drawing:
-    """Draw GPUs against days, and beside it cost against days, or GPU-days where no price
-    is known.
+    """Return the drawing of GPUs against days for each number of GPUs, and beside it of cost
+    against days, or GPU-days where no price is known.
     """
     drawing = Drawing("GPUs, days and cost", 330)
     if not plan.fleets:

@@ -84,8 +84,8 @@ class Device:
     """Power of the device; None: not known."""
 
     def rate(self, dtype: str) -> float:
-        """Return the peak FLOPs per second of products in `dtype`. Raises ValueError for a dtype
-        that the device does not multiply.
+        """Return the datasheet's peak FLOPs per second of products in `dtype`. Raises ValueError
+        for a dtype that the device does not multiply.
         """
         if dtype in self.peak:
             return self.peak[dtype]
@@ -109,7 +109,7 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """Bytes per second that a collective reaches."""
+        """Bytes per second that a collective reaches: the datasheet's times the share."""
         return self.bandwidth * self.share
 
 
@@ -263,7 +263,9 @@ def measured_at() -> Path:
 
 
 def _measured_file() -> Path:
-    """Return the file of the cluster `local`. Raises ValueError if it has not been measured."""
+    """Return the YAML file of the cluster `local`, which `dolmen plan --measure` writes. Raises
+    ValueError if it has not been measured.
+    """
     file = measured_at() / f"{LOCAL}.yaml"
     if not file.is_file():
         raise ValueError("the cluster local is not measured yet: run dolmen plan --measure first")
@@ -271,8 +273,8 @@ def _measured_file() -> Path:
 
 
 def known_names(folder: Path) -> list[str]:
-    """Return the names of the devices or clusters that the package has (`folder`: DEVICES or
-    CLUSTERS).
+    """Return the sorted names of the devices or clusters that the package ships (`folder`: DEVICES
+    or CLUSTERS).
     """
     return sorted(file.stem for file in folder.glob("*.yaml"))
 
@@ -312,12 +314,16 @@ def _find_file(name: str, folder: Path, what: str) -> Path:
 
 
 def _device_path(file: Path, device: str) -> str:
-    """Return a device as `read_device` takes it: a file is relative to the cluster's file."""
+    """Return a cluster file's `device` as `read_device` takes it: a name, or the path of a file,
+    which is relative to the cluster's file.
+    """
     return str(file.parent / device) if Path(device).suffix in (".yaml", ".yml") else device
 
 
 def _parse_link(content: dict) -> Link:
-    """Return the link that a section of a cluster file describes."""
+    """Return the link that a section of a cluster file describes, in bytes per second and
+    seconds.
+    """
     return Link(
         content["gb_s"] * GB, content["latency_us"] / 1e6, content["share"], content.get("peers")
     )
@@ -424,8 +430,8 @@ def check_cluster(
 
 
 def _check_all(file: Path, content: dict[str, Any], bounds: dict[str, Bound]) -> None:
-    """Check the numbers of a file against `bounds`, whose keys are NAME or SECTION.NAME; numbers
-    that are missing pass.
+    """Raise Refused for a number of a file outside its bounds (NAME or SECTION.NAME -> Bound);
+    numbers that are missing pass.
     """
     for name, bound in bounds.items():
         section, _, number = name.rpartition(".")

@@ -91,7 +91,9 @@ def inference(question: Question, batch: int, length: int | None) -> Inference:
 def serving(
     spec: ModelSpec, cluster: Cluster, tp: int, batch: int, length: int, dtype: str
 ) -> Serving:
-    """Return memory, seconds per token and bottleneck for one tp."""
+    """Return predicted memory, seconds per token, throughput and bottleneck of generating `batch`
+    sequences of `length` tokens with the model on `tp` GPUs of the cluster.
+    """
     device, size = cluster.device, 4 if dtype == "fp32" else 2
     weights = read = 0
     for param in spec.params.values():

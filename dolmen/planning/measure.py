@@ -48,8 +48,8 @@ class MeasuredRates:
 
 
 def fastest(call: Callable[[], object], seconds: float = SECONDS) -> float:
-    """Return the seconds of the fastest call, of as many as fit into `seconds` (at least one):
-    slower ones were disturbed.
+    """Return the seconds of the fastest of as many calls of `call` as fit into `seconds` (at least
+    one), after one to warm up: slower ones were disturbed.
     """
     call()
     best, end = float("inf"), time.perf_counter() + seconds
@@ -61,7 +61,7 @@ def fastest(call: Callable[[], object], seconds: float = SECONDS) -> float:
 
 
 def measure_device() -> MeasuredRates:
-    """Measure this CPU with all cores, for about two seconds."""
+    """Measure the rates of this CPU with all cores, for about two seconds."""
     device = torch.device("cpu")
     torch.set_num_threads(os.cpu_count() or 1)
     products = {name: matmul_peak(device, dtype, SECONDS) for name, dtype in DTYPES.items()}
@@ -92,7 +92,7 @@ def measure(folder: Path) -> Path:
 
 
 def device_text(m: MeasuredRates) -> str:
-    """Return the YAML file of a device with the measured rates."""
+    """Return the text of a device's YAML file with the measured rates."""
     peaks = ", ".join(f"{name}: {rate / 1e12:.6g}" for name, rate in m.products.items())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     here = f"measured on {socket.gethostname()}"

@@ -97,9 +97,7 @@ class RankShare:
         return self.stream if self.folded else self.tokens
 
     def part(self, width: int) -> int:
-        """Return this rank's number of heads or columns of `width`, split over tp and
-        rounded up.
-        """
+        """Return this rank's share of `width` heads or columns: divided by tp and rounded up."""
         return -(-width // self.tp)
 
 
@@ -119,8 +117,8 @@ class Operations:
 
     @staticmethod
     def join(steps: Iterable[Both]) -> "Operations":
-        """Return the rows of consecutive steps (forward, backward each); backward goes through them
-        in reverse.
+        """Return consecutive steps, each (forward rows, backward rows), as one; backward goes
+        through them in reverse.
         """
         steps = list(steps)
         forward = [row for step in steps for row in step[0]]
@@ -129,7 +127,9 @@ class Operations:
 
     @property
     def inputs(self) -> tuple[LedgerRow, ...]:
-        """Rows of backward for which the stage before waits: all but those of `weights`."""
+        """Rows of backward for which the stage before waits: all but those that make gradients of
+        weights.
+        """
         return tuple(row for row in self.backward if WEIGHTS not in row.op)
 
     @property
@@ -158,15 +158,15 @@ class Operations:
 
 
 def memory(action: str, module: str, op: str, read: float, written: float) -> LedgerRow:
-    """Return a row that is bound by the bytes it reads and writes."""
+    """Return a ledger row whose time is bound by the bytes it reads and writes."""
     return LedgerRow(action, module, "memory", op, read=round(read), written=round(written))
 
 
 def collective(
     action: str, module: str, op: str, payload: int, overlapped: bool = False, axis: str = "tp"
 ) -> LedgerRow:
-    """Return the row of a collective over the ranks of an axis. `overlapped`: it hides behind the
-    products that follow.
+    """Return the ledger row of a collective over the ranks of a mesh axis. `overlapped`: it hides
+    behind the products that follow.
     """
     return LedgerRow(
         action, module, "collective", op, axis=axis, payload=payload, overlapped=overlapped
@@ -194,8 +194,8 @@ class Maker:
         return self.program.element * self.share.tokens * self.hidden
 
     def product(self, action: str, module: str, shape: tuple[int, int, int, int]) -> LedgerRow:
-        """Return the row of a product [batch, rows, contraction] x [batch, contraction, columns];
-        `shape` is (batch, rows, columns, contraction).
+        """Return the ledger row of a product [batch, rows, contraction] x [batch, contraction,
+        columns]; `shape` is (batch, rows, columns, contraction).
         """
         batch, rows, columns, contraction = shape
         dtype = "fp8" if self.program.fp8 else ""
@@ -235,12 +235,12 @@ class Maker:
             read, written = weight.read + more, weight.written + more
             backward[1] = replace(weight, read=read, written=written)
         else:
-            backward.append(self.added_up(module, elements))
+            backward.append(self.accumulation_row(module, elements))
         return [self.product("F", module, (batch, rows, out, inp))], backward
 
-    def added_up(self, module: str, elements: int) -> LedgerRow:
-        """Return the row that adds a microbatch's weight gradients (`elements` of them) to the sum
-        of those before it.
+    def accumulation_row(self, module: str, elements: int) -> LedgerRow:
+        """Return the ledger row that adds a microbatch's weight gradients (`elements` of them) to
+        the sum of those before it.
         """
         e, g = self.program.element, self.program.gradient
         if self.program.converts:
@@ -251,8 +251,8 @@ class Maker:
         return memory("B", module, f"add of {WEIGHTS}", (e + g) * elements, g * elements)
 
     def norm(self, module: str, kind: str) -> Both:
-        """Return the rows of a norm. An RMSNorm without a fused kernel goes through memory six
-        times: to fp32, square, mean, times, back, times the weight.
+        """Return the rows of a norm of this `kind`. An RMSNorm without a fused kernel goes through
+        memory six times: to fp32, square, mean, times, back, times the weight.
         """
         x, eager = self.x, self.program.fused == "no" and kind == "rmsnorm"
         # fused: read once, written once

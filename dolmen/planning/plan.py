@@ -55,7 +55,9 @@ class Traffic(NamedTuple):
 
 
 def words(layout: Mapping[str, int | str | bool]) -> str:
-    """Format options as people say them, without sections and False: "tp 8 pp 16"."""
+    """Format layout options without their sections and without those that are False: "tp 8
+    pp 16".
+    """
     return " ".join(
         name.rpartition(".")[2] if value is True else f"{name.rpartition('.')[2]} {value}"
         for name, value in layout.items()
@@ -64,7 +66,9 @@ def words(layout: Mapping[str, int | str | bool]) -> str:
 
 
 def command_options(options: Mapping[str, object]) -> str:
-    """Format options for a command line, quoted for a shell; False is --SECTION.no-NAME."""
+    """Format options (section.name -> value) for a command line, quoted for a shell: --layout.tp 8;
+    False is --SECTION.no-NAME.
+    """
     words = []
     for name, value in options.items():
         section, _, option = name.rpartition(".")
@@ -116,7 +120,7 @@ class Candidate:
 
     @property
     def fullest(self) -> int:
-        """Bytes of the rank that holds most."""
+        """Peak bytes of the rank that holds most."""
         return max(stage.total for stage in self.memory)
 
 
@@ -248,12 +252,12 @@ class Plan:
         return Estimate(estimate.seconds * steps, estimate.low * steps, estimate.high * steps, {})
 
     def rent_cost(self, fleet: Fleet) -> float:
-        """Return the cost of training on the budget on rented GPUs."""
+        """Return the cost of training on the budget's tokens on rented GPUs."""
         return fleet.gpus * 24 * self.days(fleet.estimate).seconds * self.prices.rent
 
     def owning_cost(self, fleet: Fleet) -> float:
-        """Return the cost of training on the budget on owned nodes: their share of the years until
-        they are written off, and power.
+        """Return the cost of training on the budget's tokens on owned nodes: the share of their
+        price that is written off in that time, and power.
         """
         # `seconds` holds days here
         days = self.days(fleet.estimate).seconds

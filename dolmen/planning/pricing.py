@@ -41,7 +41,14 @@ from dolmen.planning.operations import OURS, Operations, Program, RankShare
 from dolmen.planning.plan import Traffic
 from dolmen.planning.ranks import stages_of
 from dolmen.planning.space import LayoutChoice
-from dolmen.planning.step import ErrorSpread, Estimate, Stage, rows_seconds, step_time, together
+from dolmen.planning.step import (
+    ErrorSpread,
+    Estimate,
+    Stage,
+    combine_parts,
+    rows_seconds,
+    step_time,
+)
 
 STEADY = 3
 """Times pp: microbatches after which one more takes what the slowest rank computes for it."""
@@ -98,8 +105,8 @@ class Pricing:
 
     @cached_property
     def program(self) -> Program:
-        """How dolmen computes a step of this run. With dropout attention writes its scores to
-        memory.
+        """How dolmen computes a step of this run, as the predictor needs it: with dropout attention
+        writes its scores to memory.
         """
         capacity = self.capacity
         scores: Literal["scores", "flash"] = "scores" if capacity.dropout else "flash"
@@ -107,7 +114,9 @@ class Pricing:
         return replace(OURS, attention=scores, dropout=dropped, element=capacity.element_bytes)
 
     def machine(self, choice: LayoutChoice) -> Machine:
-        """Return the machine that prices the layout's first rank, placed on the cluster."""
+        """Return the first rank of the layout, placed on the cluster, for which operations are
+        priced; cached.
+        """
         mesh = choice[:5]
         if mesh not in self._machines:
             world = Topology(choice.dp, choice.tp, choice.pp, choice.cp, choice.ep)
@@ -117,26 +126,28 @@ class Pricing:
         return self._machines[mesh]
 
     def micros(self, choice: LayoutChoice) -> int:
-        """Return the microbatches of a step on each data-parallel rank."""
+        """Return the number of microbatches of a step on each data-parallel rank."""
         return self.global_batch_size // choice.dp // choice.microbatch_size
 
     def quick(self, choice: LayoutChoice) -> float:
-        """Return the seconds of a step in closed form; see the head of this file."""
+        """Return the predicted seconds of a step in closed form, fast enough for a hundred thousand
+        layouts.
+        """
         span, forward, backward = self._closed_form(choice)
         optimizer, exposed = self._update_seconds(choice, forward, backward)
         return span + optimizer.total + exposed
 
     def _closed_form(self, choice: LayoutChoice) -> tuple[float, float, float]:
-        """Return (seconds until the last action ends, the forward and the backward seconds of the
-        rank with the longest), for one microbatch each.
+        """Return, in closed form, the seconds of a step until the last action ends, and the longest
+        forward and the longest backward seconds of one microbatch on any pipeline rank.
         """
         # without ZeRO, which changes no computation
         key = (*choice[:5], choice.sequence_parallel, *choice[7:])
         if known := self._quick.get(key):
             return known
         p, v, micros = choice.pp, choice.virtual_stages, self.micros(choice)
-        ranks = self._ranks(choice)
-        forward, backward, weights = (self._seconds(choice, kind) for kind in "FBW")
+        ranks = self._groups_of_ranks(choice)
+        forward, backward, weights = (self._action_seconds(choice, kind) for kind in "FBW")
         fs = [_rank_total(rank, forward) for rank in ranks]
         bs = [_rank_total(rank, backward) for rank in ranks]
         # it sets the pace of the steady state
@@ -153,18 +164,20 @@ class Pricing:
             w = sum(n.ranks * _rank_total(n, weights) for n in ranks) / p
             idle = f + b - 2 * w if choice.schedule == "zero-bubble" else f / 2
         # the first microbatch's way through all stages, and its gradient's way back
-        hops = 2 * (p - 1) * self._send(choice) * v
+        hops = 2 * (p - 1) * self._send_seconds(choice) * v
         self._quick[key] = micros * slowest + (p - 1) * idle + hops, max(fs), max(bs)
         return self._quick[key]
 
-    def _seconds(self, choice: LayoutChoice, kind: str) -> dict[StagePart, float]:
-        """Return for each part of the pipeline the seconds of one action (`kind`: F, B, I or W)."""
-        parts = {part for rank in self._ranks(choice) for part, _ in rank.parts}
-        return {part: self._part(part, choice).parts(kind).total for part in parts}
+    def _action_seconds(self, choice: LayoutChoice, kind: str) -> dict[StagePart, float]:
+        """Return for each part of the pipeline (layer kind, embedding, head) the seconds of one
+        action of this kind (F, B, I or W).
+        """
+        parts = {part for rank in self._groups_of_ranks(choice) for part, _ in rank.parts}
+        return {part: self._part_seconds(part, choice).parts(kind).total for part in parts}
 
-    def _ranks(self, choice: LayoutChoice) -> list[RankGroup]:
-        """Return the distinct compositions of pipeline ranks, each with the number of ranks that
-        have it.
+    def _groups_of_ranks(self, choice: LayoutChoice) -> list[RankGroup]:
+        """Return the distinct compositions of pipeline ranks (which parts, how often), each with
+        the number of ranks that have it; cached.
         """
         key = (choice.pp, choice.schedule, choice.virtual_stages, choice.recompute_layers)
         if key not in self._rank_groups:
@@ -178,8 +191,8 @@ class Pricing:
         return self._rank_groups[key]
 
     def _parts_of(self, choice: LayoutChoice, stage: int) -> list[StagePart]:
-        """Return the parts of a virtual stage: its layers, with the embedding in the first and the
-        head in the last.
+        """Return the parts of a virtual stage: its layers by kind, with the embedding in the first
+        and the head in the last.
         """
         layers, limit = self.capacity.ranks.layers_of_stages(choice), choice.recompute_layers
         parts = [
@@ -200,8 +213,8 @@ class Pricing:
         return max(1.0, sum(map(max, chunks)) / most)
 
     def full(self, choice: LayoutChoice) -> Timed:
-        """Simulate a step with the schedule's own lists: at most STEADY * pp microbatches; each
-        further one adds the computation of the slowest rank.
+        """Return the predicted seconds of a step, by simulating the schedule's own lists: at most 3
+        * pp microbatches; each further one adds the computation of the slowest rank.
         """
         micros, p = self.micros(choice), choice.pp
         full_step = micros <= STEADY * p
@@ -229,11 +242,13 @@ class Pricing:
         return sum((stage.forward + stage.backward for stage in here), Parts())
 
     def stages(self, choice: LayoutChoice) -> list[Stage]:
-        """Return the seconds of each virtual stage for one microbatch, in order."""
-        stages, send = [], self._send(choice)
+        """Return the seconds of each virtual stage's actions for one microbatch, in order."""
+        stages, send = [], self._send_seconds(choice)
         for stage in range(choice.pp * choice.virtual_stages):
             parts = Counter(self._parts_of(choice, stage))
-            stages.append(together([(n, self._part(p, choice)) for p, n in parts.items()], send))
+            stages.append(
+                combine_parts([(n, self._part_seconds(p, choice)) for p, n in parts.items()], send)
+            )
         return stages
 
     def update(self, choice: LayoutChoice) -> Parts:
@@ -251,7 +266,7 @@ class Pricing:
         `backward`: seconds of a microbatch, behind which it may hide.
         """
         ranks = self.capacity.ranks
-        most = max(ranks.elements(choice, rank) for rank in ranks.telling(choice))
+        most = max(ranks.elements(choice, rank) for rank in ranks.extreme_ranks(choice))
         # elements whose optimizer state this rank holds
         local_params = most if choice.zero == 0 else most // (choice.dp * choice.cp)
         if local_params not in self._updates:
@@ -264,15 +279,15 @@ class Pricing:
     def _exposed_fsdp(
         self, choice: LayoutChoice, elements: int, forward: float, backward: float
     ) -> float:
-        """Return the seconds that gathering `elements` parameters and reducing their gradients adds
-        to the actions behind which they are sent, in a step. How often depends on ZeRO and the
-        schedule (docs/concepts/zero.md).
+        """Return the seconds in a step that gathering `elements` parameters and reducing their
+        gradients adds to the computation behind which they are sent (`forward`, `backward`: its
+        seconds per microbatch). How often depends on ZeRO and the schedule (docs/concepts/zero.md).
         """
         if choice.dp * choice.cp == 1:
             return 0.0
         every, gather, reduce = self._fsdp_seconds(choice, elements)
         # the first unit that is gathered, and the last that is reduced, have nothing to hide behind
-        first = 1 / self._units(choice)
+        first = 1 / self._fsdp_units(choice)
         if choice.zero == 0:
             return exposed_seconds(every, backward, first)
         if choice.schedule.startswith("zero-bubble"):  # after the last weight gradients
@@ -295,7 +310,7 @@ class Pricing:
         key = (choice[:4], elements)
         if key not in self._sent:
             road, size = self.machine(choice).road("fsdp"), self.capacity.element_bytes
-            units = self._units(choice)
+            units = self._fsdp_units(choice)
             # bytes per element: gradients are reduced in fp32
             payloads = {"all-reduce": 4, "all-gather": size, "reduce-scatter": 4}
             every, gather, reduce = (
@@ -305,13 +320,13 @@ class Pricing:
             self._sent[key] = every, gather, reduce
         return self._sent[key]
 
-    def _units(self, choice: LayoutChoice) -> int:
-        """Return how many FSDP units a rank has, which are gathered and reduced one at a time:
+    def _fsdp_units(self, choice: LayoutChoice) -> int:
+        """Return how many FSDP units a rank has, which are gathered and reduced one at a time: its
         blocks, and one for embedding and head.
         """
         return self.capacity.spec.layers // choice.pp + 1
 
-    def _send(self, choice: LayoutChoice) -> float:
+    def _send_seconds(self, choice: LayoutChoice) -> float:
         """Return the seconds of sending one microbatch's activations to the next stage; 0 without a
         pipeline.
         """
@@ -326,18 +341,24 @@ class Pricing:
         payload = tokens * self.capacity.spec.hidden_size * self.capacity.element_bytes
         return payload // choice.tp if choice.sequence_parallel else payload
 
-    def _part(self, part: StagePart, choice: LayoutChoice) -> Stage:
-        """Return the seconds of a part for one microbatch, cached."""
+    def _part_seconds(self, part: StagePart, choice: LayoutChoice) -> Stage:
+        """Return the seconds of a part (a layer, embedding or head) for one microbatch, forward and
+        backward; cached.
+        """
         # only tp matters for a block otherwise: far fewer entries
         mesh = choice[:5] if choice.ep > 1 or choice.cp > 1 else choice[:1]
         recompute = choice.recompute if part.again else "none"
         key = (part, mesh, choice.sequence_parallel, recompute, choice.microbatch_size)
         if key not in self._parts:
-            self._parts[key] = rows_seconds(self._work(part, choice), self.machine(choice))
+            self._parts[key] = rows_seconds(
+                self._part_operations(part, choice), self.machine(choice)
+            )
         return self._parts[key]
 
-    def _work(self, part: StagePart, choice: LayoutChoice) -> Operations:
-        """Return the operations of a part for one microbatch, recomputation included."""
+    def _part_operations(self, part: StagePart, choice: LayoutChoice) -> Operations:
+        """Return the operations (ledger rows) of a part for one microbatch, recomputation
+        included.
+        """
         spec, ranks = self.capacity.spec, self.capacity.ranks
         share = RankShare(
             choice.microbatch_size,
@@ -354,32 +375,34 @@ class Pricing:
         rows = block_rows(spec, ranks.examples[part.kind], share, self.program)
         return rows.add_recomputation(choice.recompute if part.again else "none")
 
-    def crossing(self, choice: LayoutChoice, rank: int) -> Iterator[LedgerRow]:
-        """Yield ledger rows for the collectives and sends of a whole step of a pipeline rank,
-        `times` each.
+    def communication_rows(self, choice: LayoutChoice, rank: int) -> Iterator[LedgerRow]:
+        """Yield ledger rows for the collectives and sends of a pipeline rank in a whole step, each
+        with how often (`times`).
         """
         micros = self.micros(choice)
         for stage in stages_of(choice, rank):
             for part, number in Counter(self._parts_of(choice, stage)).items():
-                work = self._work(part, choice)
+                work = self._part_operations(part, choice)
                 for row in (*work.forward, *work.backward):
                     if row.kind == "collective":
                         yield replace(row, times=row.times * number * micros)
-        hops = micros * self._neighbours(choice, rank)
+        hops = micros * self._link_count(choice, rank)
         if hops:
             payload = self._sent_bytes(choice)
             yield LedgerRow("F0", "", "send", "send", axis="pp", payload=payload, times=hops)
         if choice.dp * choice.cp > 1:
             yield from self._fsdp_rows(choice, rank)
 
-    def _neighbours(self, choice: LayoutChoice, rank: int) -> int:
-        """Return how many links to stages of other ranks the stages of a pipeline rank have."""
+    def _link_count(self, choice: LayoutChoice, rank: int) -> int:
+        """Return how many links the virtual stages of a pipeline rank have to stages on other
+        ranks.
+        """
         mine, last = stages_of(choice, rank), choice.pp * choice.virtual_stages - 1
         around = [other for stage in mine for other in (stage - 1, stage + 1)]
         return sum(0 <= other <= last and other not in mine for other in around)
 
     def _fsdp_rows(self, choice: LayoutChoice, rank: int) -> Iterator[LedgerRow]:
-        """Yield ledger rows for the FSDP collectives that `_exposed_fsdp` prices."""
+        """Yield ledger rows for the FSDP collectives of a pipeline rank in a step."""
         elements, micros = self.capacity.ranks.elements(choice, rank), self.micros(choice)
         late = choice.zero < 2 or choice.schedule.startswith("zero-bubble")
         reduces = 1 if late else micros
@@ -396,16 +419,16 @@ class Pricing:
 
 
 def exposed_seconds(seconds: float, computed: float, first: float) -> float:
-    """Return the seconds that a collective adds to computation of `computed` seconds that runs at
-    the same time. A share `first` of it cannot be hidden; the hidden part still costs CONTENTION of
-    itself.
+    """Return the seconds that a collective of `seconds` adds to computation of `computed` seconds
+    that runs at the same time. A share `first` of it cannot be hidden; the hidden part still costs
+    CONTENTION of itself.
     """
     hidden = min(seconds * (1 - first), computed)
     return seconds - hidden + CONTENTION * hidden
 
 
 def _rank_total(rank: RankGroup, seconds: dict[StagePart, float]) -> float:
-    """Return the seconds of all parts of a pipeline rank."""
+    """Return the seconds of all parts of a pipeline rank, given the seconds of each part."""
     return sum(number * seconds[part] for part, number in rank.parts)
 
 
@@ -427,7 +450,7 @@ def traffic(pricing: Pricing, choice: LayoutChoice) -> tuple[Traffic, ...]:
         key=lambda rank: pricing.capacity.ranks.elements(choice, rank),
     )
     sums: dict[tuple[str, str], tuple[float, float]] = {}
-    for row in pricing.crossing(choice, rank):
+    for row in pricing.communication_rows(choice, rank):
         for entry in tier_traffic(row, machine):
             sent, seconds = sums.get((entry.tier, entry.axis), (0.0, 0.0))
             sums[entry.tier, entry.axis] = sent + entry.sent, seconds + entry.seconds
@@ -460,7 +483,7 @@ def shares(op: str, road: Road) -> tuple[float, float]:
     of its node: within the node, and out of it. `op`: all-to-all, all-reduce (twice a ring's, so
     the shares may add up to over 1), or any other, a ring in one direction.
     """
-    n, g = road.ranks, road.together
+    n, g = road.ranks, road.combine_parts
     if op == "all-to-all":
         return (g - 1) / n, (n - g) / n
     sent = (n - 1) / n * (2 if op == "all-reduce" else 1)

@@ -82,7 +82,9 @@ class Question:
         return self.run.train.global_batch_size
 
     def space(self, pins: Pins | None = None) -> Space:
-        """Return the layouts to search, with its pins or others."""
+        """Return the space of layouts to search, with these `pins`, or the question's own
+        if None.
+        """
         return Space(
             self.run.trained,
             self.cluster.gpus,
@@ -121,7 +123,9 @@ class Question:
         return self.fullest_bytes(choice) <= self.cluster.device.memory
 
     def run_with_layout(self, layout: Mapping[str, int | str | bool]) -> RunConfig:
-        """Return the run with a layout. `layout`: options as `LayoutChoice.options` has them."""
+        """Return the run with a layout in place of its own. `layout`: options as
+        `LayoutChoice.options` has them.
+        """
         overrides: dict[str, dict[str, Any]] = {"layout": {}, "train": {}}
         for name, value in layout.items():
             section, _, option = name.partition(".")

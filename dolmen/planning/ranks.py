@@ -14,7 +14,7 @@ from dolmen.planning.space import LayoutChoice
 
 
 def stages_of(choice: LayoutChoice, rank: int) -> list[int]:
-    """Return the virtual stages of a pipeline rank, in order of its chunks."""
+    """Return the virtual stages that a pipeline rank holds, in order of its chunks."""
     p = choice.pp
     if choice.schedule == "zero-bubble-v":
         # V placement: down the ranks and back up, so rank 0 has both ends
@@ -36,8 +36,8 @@ class ParameterCount:
 
     @staticmethod
     def count(params: ParamSpecs, sizes: Mapping[str, int]) -> "ParameterCount":
-        """Count the parameters that a rank holds of these leaves. `sizes`: ranks of each axis (tp,
-        ep).
+        """Return how many of these parameters a rank holds, dense and of experts. `sizes`: ranks of
+        each axis (tp, ep).
         """
         dense = experts = 0
         for param in params.values():
@@ -50,7 +50,7 @@ class ParameterCount:
         return ParameterCount(dense, experts)
 
     def __add__(self, other: "ParameterCount") -> "ParameterCount":
-        """Add dense and expert parameters separately."""
+        """Return the sum, dense and expert parameters separately."""
         return ParameterCount(self.dense + other.dense, self.experts + other.experts)
 
 
@@ -70,29 +70,29 @@ class ModelRanks:
 
     spec: ModelSpec
     _layers: dict[int, list[range]] = field(default_factory=dict)
-    _telling: dict[tuple, list[int]] = field(default_factory=dict)
+    _extreme_ranks: dict[tuple, list[int]] = field(default_factory=dict)
     _of_blocks: dict[tuple[int, int], list[ParameterCount]] = field(default_factory=dict)
     _parameters: dict[tuple, RankParameters] = field(default_factory=dict)
 
     def layers_of_stages(self, choice: LayoutChoice) -> list[range]:
-        """Return the layers of each virtual stage, balanced over the stages."""
+        """Return the layers of each virtual stage, balanced over the stages; cached."""
         stages = choice.pp * choice.virtual_stages
         if stages not in self._layers:
             self._layers[stages] = balance(self.spec.layers, stages)
         return self._layers[stages]
 
     def layers(self, choice: LayoutChoice, rank: int) -> list[int]:
-        """Return the layers of a pipeline rank, those of its first stage first."""
+        """Return the layer numbers of a pipeline rank, those of its first virtual stage first."""
         stages = self.layers_of_stages(choice)
         return [layer for stage in stages_of(choice, rank) for layer in stages[stage]]
 
-    def telling(self, choice: LayoutChoice) -> list[int]:
+    def extreme_ranks(self, choice: LayoutChoice) -> list[int]:
         """Return the pipeline ranks that can use the most memory, sorted: the first and the last
         rank of the pipeline (embedding, head), and the first and the last of those between them
-        that have equal layers.
+        that have equal layers; cached.
         """
         key = (choice.pp, choice.schedule, choice.virtual_stages)
-        if key not in self._telling:
+        if key not in self._extreme_ranks:
             classes: dict[object, list[int]] = {}
             for rank in range(choice.pp):
                 # in-flight microbatches rise or fall monotonically with the rank
@@ -100,19 +100,21 @@ class ModelRanks:
                 # ends have embedding or head, so they are classes of their own
                 ends = rank if rank in (0, choice.pp - 1) else None
                 classes.setdefault((kinds, ends), []).append(rank)
-            self._telling[key] = sorted(
+            self._extreme_ranks[key] = sorted(
                 {r for class_ranks in classes.values() for r in (class_ranks[0], class_ranks[-1])}
             )
-        return self._telling[key]
+        return self._extreme_ranks[key]
 
     def elements(self, choice: LayoutChoice, rank: int) -> int:
-        """Return the number of parameters of a pipeline rank, on one rank of tp."""
+        """Return the number of parameters of a pipeline rank, on one rank of tp and ep, before
+        sharding by ZeRO.
+        """
         elements = self.parameters(choice, rank)
         return (elements.blocks + elements.ends).number
 
     def parameters(self, choice: LayoutChoice, rank: int) -> RankParameters:
-        """Return the parameters of a pipeline rank: blocks, embedding and head, and the largest
-        block.
+        """Return the parameter counts of a pipeline rank: of its blocks, of embedding and head, and
+        of its largest block; cached.
         """
         key = (*choice[:5], choice.schedule, choice.virtual_stages, rank)
         if key not in self._parameters:
@@ -132,7 +134,7 @@ class ModelRanks:
         return self._parameters[key]
 
     def _held_blocks(self, tp: int, ep: int) -> list[ParameterCount]:
-        """Return the parameters of each kind of layer on one rank of tp and ep."""
+        """Return the parameter counts of each kind of layer on one rank of tp and ep; cached."""
         if (tp, ep) not in self._of_blocks:
             params = [select_prefix(self.spec.params, f"layers.{i}") for i in self.examples]
             self._of_blocks[tp, ep] = [
@@ -154,7 +156,7 @@ class ModelRanks:
 
     @cached_property
     def examples(self) -> list[int]:
-        """For each kind the first layer that has it."""
+        """For each kind of layer the number of the first layer that has it."""
         return [self.kinds.index(kind) for kind in range(len(self.blocks))]
 
     @cached_property

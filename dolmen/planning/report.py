@@ -167,8 +167,8 @@ TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def check(options: PlanConfig) -> None:
-    """Raise ValueError for an output file that exists, cannot be written, or has the wrong suffix,
-    before anything is planned.
+    """Raise ValueError for a `dolmen plan` output file (--as-recipe, --json, --report) that exists,
+    cannot be written, or has the wrong suffix, before anything is planned.
     """
     if options.as_recipe is not None and Path(options.as_recipe).suffix not in (".yaml", ".yml"):
         raise ValueError(f"--as-recipe {options.as_recipe}: give a .yaml file")

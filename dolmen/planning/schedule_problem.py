@@ -10,7 +10,7 @@ first to the last. Without `input` and `weight` a backward is only done whole, a
 `backward` only in parts.
 
 A partial schedule has for each stage and kind of action how many microbatches are done, and when
-each ended. Both searches (greedy.py, exact.py) build schedules action by action from it.
+each ended. Both searches (schedule_search.py) build schedules action by action from it.
 
 Microbatches are alike, so some shortest schedule does them in order at every stage, in each kind:
 exchange any two that are not, and nothing starts later, nor is more held. So a list is known by
@@ -53,7 +53,7 @@ class Costs:
 
     @property
     def ways(self) -> list[bool]:
-        """Kinds of backward that the times allow: split into input and weight (True), whole
+        """Which kinds of backward the times allow: split into input and weight (True), whole
         (False).
         """
         return [splits for splits, names in HOW.items() if set(names) <= set(self.times)]
@@ -100,7 +100,9 @@ class Costs:
 
 
 def from_file(path: str) -> Costs:
-    """Read the times of a JSON file. Raises Refused, also without any time of a backward."""
+    """Read the times of a pipeline's actions from a JSON file. Raises Refused, also without any
+    time of a backward.
+    """
     times = gate.read_json(path, kinds.COSTS)
     if not {"backward", "input"} & set(times):
         raise gate.refuse(
@@ -196,7 +198,7 @@ class ScheduleProblem:
 
     @cached_property
     def _shape(self) -> Schedule:
-        """A schedule of these sizes without actions, for its placement."""
+        """A schedule of these sizes without actions, to look up where stages lie."""
         return Schedule("", self.ranks, self.micros, self.chunks, (), self.placement)
 
     def _work(self, stage: int, kind: str) -> StageWork:
@@ -228,7 +230,7 @@ class Partial:
     """
 
     def __init__(self, problem: ScheduleProblem):
-        """An empty schedule: nothing done, all clocks at 0."""
+        """Start with an empty schedule: nothing done, all clocks at 0."""
         self.problem = problem
         self.count = [0] * len(problem.works)
         self.ends: list[list[float]] = [[] for _ in problem.works]
@@ -346,27 +348,29 @@ class Paths:
         ]
 
     def tail(self, stage: int, kind: str) -> float:
-        """Return the time from the end of an action until all that follows from it is over."""
+        """Return the time from the end of an action of this kind at this stage until all that
+        follows from it is over.
+        """
         if kind == "F":
             return self.back[stage] + self.input[stage] + self.out[stage]
         return 0.0 if kind == "W" else self.out[stage]
 
 
 def bound(problem: ScheduleProblem) -> float:
-    """Return a lower bound on the length of every schedule: the largest over ranks (`_rank`) and
-    stages (`_stage_bound`). docs/concepts/pipeline.md has the formulas.
+    """Return a lower bound on the length of every schedule: the largest of those from each rank's
+    work and from each stage's chain of actions. docs/concepts/pipeline.md has the formulas.
     """
     paths = Paths(problem)
     return max(
-        *(_rank(problem, paths, rank) for rank in range(problem.ranks)),
+        *(_rank_bound(problem, paths, rank) for rank in range(problem.ranks)),
         *(_stage_bound(problem, paths, stage) for stage in range(problem.stages)),
     )
 
 
-def _rank(problem: ScheduleProblem, paths: Paths, rank: int) -> float:
-    """Return a lower bound from the work of one rank: it begins after its head; until its first
-    gradient is back it can do only the forwards that it has slots for; and its slots, each held for
-    R_s at least, are used one microbatch after another.
+def _rank_bound(problem: ScheduleProblem, paths: Paths, rank: int) -> float:
+    """Return a lower bound on a schedule's length from the work of one rank: it begins after its
+    head; until its first gradient is back it can do only the forwards that it has slots for; and
+    its slots, each held for R_s at least, are used one microbatch after another.
     """
     stages = sorted({problem.works[i].stage for i in problem.by_rank[rank]})
     work = problem.micros * sum(problem.works[i].seconds for i in problem.by_rank[rank])
@@ -380,9 +384,9 @@ def _rank(problem: ScheduleProblem, paths: Paths, rank: int) -> float:
 
 
 def _stage_bound(problem: ScheduleProblem, paths: Paths, stage: int) -> float:
-    """Return a lower bound from one stage: all actions of one kind, one after another, then the
-    chain that follows the last. With one chunk per rank also: F of microbatch k + slots waits for
-    the backward of k to be over.
+    """Return a lower bound on a schedule's length from one stage: all actions of one kind, one
+    after another, then the chain that follows the last. With one chunk per rank also: F of
+    microbatch k + slots waits for the backward of k to be over.
     """
     cost, micros, slots = problem.costs[stage], problem.micros, problem.slots
     head = paths.head[stage]

@@ -42,9 +42,9 @@ class Preference:
 
 
 def search_greedily(problem: ScheduleProblem, enough: float) -> Schedule:
-    """Return the shortest of many greedy schedules: 30 % of random preferences, then random changes
-    of the best one. Stops early at a schedule that is no longer than `enough`. The same problem
-    gives the same schedule.
+    """Return the shortest of many schedules built greedily: 30 % by random preferences among kinds
+    of actions, then by random changes of the best one. Stops early at a schedule that is no longer
+    than `enough`. The same problem gives the same schedule.
     """
     trials = min(MOST_TRIALS, max(8, TRIAL_BUDGET // (problem.actions * len(problem.by_rank[0]))))
     # a fixed seed: the same question has the same answer
@@ -68,8 +68,8 @@ def search_greedily(problem: ScheduleProblem, enough: float) -> Schedule:
 
 
 def first_preference(problem: ScheduleProblem) -> Preference:
-    """Return the preference of the first trial: gradients first, then the chunks that are furthest
-    on, then W.
+    """Return the preference of the first trial: backwards first, then forwards of the chunks that
+    are furthest on, then W.
     """
     last = problem.chunks - 1
     late = {(kind, c): 0.0 for kind in problem.kinds for c in range(problem.chunks)}
@@ -80,13 +80,13 @@ def first_preference(problem: ScheduleProblem) -> Preference:
 
 
 def most_slots(problem: ScheduleProblem) -> int:
-    """Return the most chunks of activations that a rank can ever hold."""
+    """Return the most chunks of activations that a rank can ever hold at once."""
     return min(problem.slots, problem.micros * problem.chunks)
 
 
 def random_preference(problem: ScheduleProblem, chance: random.Random) -> Preference:
-    """Sample a random preference: waits of each kind and chunk, and in half of the cases fewer
-    slots.
+    """Return a random preference: waits of each kind of action and chunk, and in half of the cases
+    fewer slots for activations.
     """
     late = {}
     for kind, chunk in first_preference(problem).late:
@@ -102,7 +102,7 @@ def perturb_preference(
     problem: ScheduleProblem, preferred: Preference, chance: random.Random, scale: float
 ) -> Preference:
     """Return a preference near `preferred`: a normal deviate of width `scale` added to each wait,
-    and now and then one slot more or fewer.
+    and now and then one activation slot more or fewer.
     """
     late = {action: wait + chance.gauss(0, scale) for action, wait in preferred.late.items()}
     slots = preferred.slots + chance.choice((0, 0, 0, -1, 1))
@@ -110,7 +110,7 @@ def perturb_preference(
 
 
 def schedule_of(problem: ScheduleProblem, partial: Partial) -> Schedule:
-    """Return a complete partial schedule as a `Schedule`."""
+    """Return a partial schedule that is complete as a `Schedule`."""
     return Schedule(
         "search",
         problem.ranks,
@@ -122,8 +122,9 @@ def schedule_of(problem: ScheduleProblem, partial: Partial) -> Schedule:
 
 
 def build_greedily(problem: ScheduleProblem, preference: Preference) -> Partial:
-    """Build the schedule of one preference: repeatedly, the rank that can start earliest takes the
-    action that it prefers. Only safe actions are taken, so it always completes.
+    """Return the complete schedule that one preference leads to: repeatedly, the rank that can
+    start earliest takes the action that it prefers. Only actions that cannot lead to a deadlock are
+    taken, so it always completes.
     """
     tight = replace(problem, memory=preference.slots / problem.chunks)
     partial = Partial(tight)
@@ -144,8 +145,8 @@ def build_greedily(problem: ScheduleProblem, preference: Preference) -> Partial:
 
 
 def _preferred_action(partial: Partial, rank: int, late: list[float]) -> tuple[float, int]:
-    """Return (start, index) of the action that a rank prefers among those it can start; (infinity,
-    -1) if there is none.
+    """Return (start time, index) of the action that a rank prefers among those it can start now;
+    (infinity, -1) if there is none. `late`: wait added to each action's start, by index.
     """
     best = (float("inf"), float("inf"), -1)
     for index in partial.problem.by_rank[rank]:
@@ -181,8 +182,8 @@ class Search:
     """
 
     def __init__(self, problem: ScheduleProblem, span: float, nodes: int = NODES):
-        """`span`: length of the best schedule that is known. `nodes`: most nodes to visit; none
-        with more than LARGEST actions.
+        """Prepare a search from nothing. `span`: length of the best schedule that is known.
+        `nodes`: most nodes to visit; 0 if the problem has more than LARGEST actions.
         """
         self.problem, self.span, self.nodes = problem, span, 0
         self.left = nodes if problem.actions <= LARGEST else 0
@@ -195,8 +196,8 @@ class Search:
 
     @property
     def proven(self) -> float:
-        """Lower bound that is proved: `span` if the search was exhaustive, else the bound from
-        which it began.
+        """Lower bound on the length of all schedules that is proved: `span` if the search was
+        exhaustive, else the bound from which it began.
         """
         return self.span if self.left > 0 else min(self.span, self.floor)
 
@@ -255,9 +256,9 @@ class Search:
         self.waiting[rank] = waiting
 
     def _could_fill(self, rank: int) -> bool:
-        """Return whether the rank's slots may run out, so that the order of forwards decides what
-        it holds. Never with one chunk per rank: its forwards are all of one kind, and take nobody's
-        slot.
+        """Return whether the rank's slots for activations may run out, so that the order of
+        forwards decides what it holds. Never with one chunk per rank: its forwards are all of one
+        kind, and take nobody's slot.
         """
         problem, partial = self.problem, self.partial
         forwards = [i for i in problem.by_rank[rank] if problem.works[i].kind == "F"]
@@ -265,8 +266,8 @@ class Search:
         return problem.chunks > 1 and partial.held[rank] + left > problem.slots
 
     def _is_dominated(self) -> bool:
-        """Return whether a node with the same counts was visited that is no later in anything; if
-        not, record this node and forget those that it dominates.
+        """Return whether an earlier node with the same counts of actions is no later in anything;
+        if not, record this node and forget those that it dominates.
         """
         now = self._times()
         earlier = self.seen.setdefault((*self.partial.count, *self.waiting), [])
@@ -324,9 +325,10 @@ class ShortestSchedule:
 def shortest_of(
     ranks: int, micros: int, widths: Sequence[int], costs: Costs, memory: float
 ) -> tuple[ShortestSchedule, tuple[int, ...]]:
-    """Search with each number of stages per rank in `widths`. Returns the shortest result, with the
-    lower bound over all of them, and the numbers that could be searched (a list of costs by stage
-    fits only one). Raises ValueError, as `shortest`, if none could.
+    """Search the shortest schedule with each number of virtual stages per rank in `widths`. Return
+    the shortest result, with the lower bound over all of them, and the numbers that could be
+    searched (a list of costs by stage fits only one). Raises ValueError, as `shortest`, if none
+    could.
     """
     schedules: dict[int, ShortestSchedule] = {}
     problem: ValueError | None = None
@@ -348,10 +350,11 @@ def shortest_of(
 def shortest(
     ranks: int, micros: int, chunks: int, costs: Costs, memory: float, nodes: int = NODES
 ) -> ShortestSchedule:
-    """Search the shortest schedule of `micros` microbatches on `ranks` ranks of `chunks` stages
-    each. `memory`: microbatches whose activations a rank may hold, in units of `Simulation.peak`.
-    `nodes`: most nodes of each proof. Raises ValueError for less memory than any schedule needs,
-    for too many actions, and for lists of costs of another length.
+    """Search the shortest schedule of `micros` microbatches on `ranks` ranks of `chunks` virtual
+    stages each, and return it with what is proved about it. `memory`: microbatches whose
+    activations a rank may hold, in units of `Simulation.peak`. `nodes`: most nodes of each proof.
+    Raises ValueError for less memory than any schedule needs, for too many actions, and for lists
+    of costs of another length.
     """
     actions = 3 * prod((ranks, micros, chunks))
     if actions > MOST_ACTIONS:
@@ -403,8 +406,8 @@ def _problems(
 
 
 def _initial_schedules(problem: ScheduleProblem, enough: float) -> Iterator[Schedule]:
-    """Yield schedules to begin with: those with a name that fit the problem's shape and memory, and
-    a greedy one, which always exists.
+    """Yield schedules to begin the search with: those with a name that fit the problem's shape and
+    memory, and a greedy one (no shorter than `enough` is needed), which always exists.
     """
     for name, make in SCHEDULES.items():
         try:

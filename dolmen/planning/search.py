@@ -27,8 +27,9 @@ LESS = 0.99
 
 def changes(question: Question, choice: LayoutChoice, now: float) -> Iterator[Change]:
     """Simulate each layout that differs from `choice` in one option (and the dp that follows), and
-    yield its seconds per step and peak bytes, the fastest first. Left out are layouts that are
-    neither faster than `now`, the seconds of `choice`, nor need at least 1 % less memory.
+    yield what it would change: seconds per step and peak bytes, the fastest first. Left out are
+    layouts that are neither faster than `now`, the seconds of `choice`, nor need at least 1 % less
+    memory.
     """
     here = question.fullest_bytes(choice)
     tried = []
@@ -87,25 +88,29 @@ def _variants(choice: LayoutChoice) -> dict[str, list]:
     }
 
 
-def difference(one: LayoutChoice, other: LayoutChoice) -> str:
-    """Return the options in which `other` differs from `one`, without dp, such as "tp 4"."""
-    pairs = zip(one._asdict().items(), other, strict=True)
+def difference(first: LayoutChoice, second: LayoutChoice) -> str:
+    """Return the options in which layout `second` differs from `first`, with its values and without
+    dp, such as "tp 4".
+    """
+    pairs = zip(first._asdict().items(), second, strict=True)
     text = [f"{n.replace('_', '-')} {b}" for (n, a), b in pairs if a != b and n != "dp"]
     return " ".join(text)
 
 
 def add_fleets(question: Question, plan: Plan) -> Plan:
-    """Return the plan with fleets: the best layouts on half as many nodes, twice as many, and so
-    on. These keep the tp, cp and ep of the first layout, so that the search takes seconds and not
-    minutes.
+    """Return the plan with fleets, the best layout for other numbers of GPUs: half as many nodes,
+    twice as many, and so on. These keep the tp, cp and ep of the first layout, so that the search
+    takes seconds and not minutes.
     """
     first = plan.ranked[0]
     fleet = Fleet(plan.gpus, first.estimate, first.words)
-    return replace(plan, fleets=(fleet, *_others(question, plan)))
+    return replace(plan, fleets=(fleet, *_other_fleets(question, plan)))
 
 
-def _others(question: Question, plan: Plan) -> Iterator[Fleet]:
-    """Yield the best layout on other numbers of nodes; those on which none fits are left out."""
+def _other_fleets(question: Question, plan: Plan) -> Iterator[Fleet]:
+    """Yield the best layout, with its step time, on each other number of nodes; those on which none
+    fits are left out.
+    """
     cluster, layout = question.cluster, plan.ranked[0].layout
     pinned = {axis: int(layout.get(f"layout.{axis}", 1)) for axis in ("tp", "cp", "ep")}
     # pp and dp are free
@@ -123,8 +128,8 @@ def _others(question: Question, plan: Plan) -> Iterator[Fleet]:
 
 
 def sizes(nodes: int, most: int) -> list[int]:
-    """Return other numbers of nodes: an eighth, a quarter, half (where whole), twice and four
-    times, up to `most`.
+    """Return other numbers of nodes than `nodes`: an eighth, a quarter, half (where whole), twice
+    and four times, the larger ones up to `most`.
     """
     halves = [nodes // 2**n for n in (3, 2, 1) if nodes % 2**n == 0]
     return [*halves, *(nodes * n for n in (2, 4) if nodes * n <= most)]
@@ -194,8 +199,9 @@ def make_plan(question: Question, options: PlanConfig, progress: bool = False) -
 
 
 def search_layouts(question: Question, best: int = SIMULATED) -> SearchResult:
-    """Try every layout: those that fit the memory are timed in closed form, and the `best` fastest
-    are returned. Raises ValueError where there is no layout at all.
+    """Try every layout of the question: those that fit the memory are timed in closed form, and the
+    `best` fastest are returned, with counts and the nearest that does not fit. Raises ValueError
+    where there is no layout at all.
     """
     considered = fitting = 0
     nearest: tuple[int, LayoutChoice] | None = None
@@ -285,8 +291,8 @@ def enough_nodes(question: Question) -> int | None:
 
 
 def candidate(question: Question, choice: LayoutChoice, timed: Timed, explained: bool) -> Candidate:
-    """Return a layout with its time, memory, bottleneck, MFU, HFU and traffic. `explained`: also
-    simulate what single changes would gain.
+    """Return a simulated layout as an entry of the plan: time, memory, bottleneck, MFU, HFU and
+    traffic. `explained`: also simulate what single changes would gain.
     """
     run, cluster, seconds = question.run, question.cluster, timed.estimate.seconds
     tokens = question.batch * run.sequence_length

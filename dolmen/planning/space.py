@@ -176,8 +176,9 @@ class Space:
     def _layouts(
         self, tp: int, cp: int, pp: int, dp: int, ep: int, size: int
     ) -> Iterator[LayoutChoice]:
-        """Yield the layouts of one mesh and microbatch size: schedules, sequence parallelism, ZeRO,
-        context, recomputation.
+        """Yield the layouts of one mesh and microbatch size `size`: all schedules, sequence
+        parallelism, ZeRO stages, context kinds and recomputation that are possible and not pinned
+        otherwise.
         """
         pins = self.pins
         tokens = size * self.sequence_length // cp
@@ -260,7 +261,7 @@ class _Cuts:
         self.taken: dict[tuple[str, int], bool] = {}
 
     def take(self, axis: Literal["tp", "ep"], size: int) -> bool:
-        """Return whether `size` ranks of an axis can split all parameters."""
+        """Return whether `size` ranks of an axis can split all parameters of the model; cached."""
         if (axis, size) not in self.taken:
             try:
                 check_sharding(self.params, {"tp": 1, "ep": 1, axis: size})
@@ -273,7 +274,9 @@ class _Cuts:
 
 @cache
 def _schedules(pp: int, micros: int, layers: int, pins: Pins) -> tuple[tuple[str, int], ...]:
-    """Return (name, virtual stages) of the schedules for a pipeline; one stage has one schedule."""
+    """Return (name, virtual stages) of the schedules that `pp` ranks can run with so many
+    microbatches and layers, as far as pins allow; without a pipeline only 1f1b. Cached.
+    """
     # embedding and head count as layers in the balance
     things = layers + 2
     if pp == 1:
@@ -294,7 +297,7 @@ def _schedules(pp: int, micros: int, layers: int, pins: Pins) -> tuple[tuple[str
 
 @cache
 def divisors(number: int) -> tuple[int, ...]:
-    """Return the divisors of a number in order."""
+    """Return the divisors of a number in increasing order; cached."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
     return tuple(sorted({*small, *(number // n for n in small)}))
 

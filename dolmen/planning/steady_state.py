@@ -77,8 +77,9 @@ def find_period(schedule: Schedule, pp_rank: int, period: int) -> Sequence[Actio
 
 
 def check_layout(request: DryrunRequest) -> None:
-    """Check what needs neither torch nor weights: the requested ranks, the layout against the model
-    and the batch, and the schedule. Does nothing for a run without a model. Raises ValueError.
+    """Check the parts of a dry run's request that need neither torch nor weights: the requested
+    ranks, the layout against the model and the batch, and the schedule. Does nothing for a run
+    without a model. Raises ValueError.
     """
     run = request.run
     if run.model is None:  # explained where the whole run is checked

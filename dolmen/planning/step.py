@@ -74,18 +74,22 @@ class Stage:
     """Seconds of sending its result to the next stage, or back to the one before."""
 
     def parts(self, kind: str) -> Parts:
-        """Return the parts of a kind of action: F, B, I or W."""
+        """Return the seconds, by cause, of a kind of action of this stage: F, B, I or W."""
         return {"F": self.forward, "B": self.backward, "I": self.inputs, "W": self.weights}[kind]
 
     def cost(self, waits: bool) -> Cost:
-        """Return the costs for the simulator. `waits`: a rank does nothing else while it sends."""
+        """Return the stage's total seconds per kind of action, as the schedule simulator takes
+        them. `waits`: a rank does nothing else while it sends, so that sends count as computation.
+        """
         parts = (self.forward, self.backward, self.inputs)
         forward, backward, inputs = (p.total + (self.send if waits else 0) for p in parts)
         return Cost(forward, backward, inputs, self.weights.total, self.send)
 
 
 def rows_seconds(rows: Operations, machine: Machine) -> Stage:
-    """Return the seconds of all actions of a part of a stage; its `send` is 0."""
+    """Return the predicted seconds of each kind of action for the operations of a part of a stage;
+    its `send` is 0.
+    """
     return Stage(
         action_seconds(rows.forward, machine),
         action_seconds(rows.backward, machine),
@@ -94,9 +98,9 @@ def rows_seconds(rows: Operations, machine: Machine) -> Stage:
     )
 
 
-def together(parts: Sequence[tuple[int, Stage]], send: float) -> Stage:
-    """Return the stage that consists of (number, part) pairs, each part so often. `send`: seconds
-    of sending its result.
+def combine_parts(parts: Sequence[tuple[int, Stage]], send: float) -> Stage:
+    """Return the seconds of a stage that consists of (number, part) pairs, each part so often.
+    `send`: seconds of sending its result.
     """
     kinds = [[part.parts(kind).times(number) for number, part in parts] for kind in "FBIW"]
     return Stage(*(sum(kind, Parts()) for kind in kinds), send=send)
@@ -182,6 +186,6 @@ class PredictionErrors:
 
 
 def read_errors(file: Path = FILE) -> PredictionErrors:
-    """Read the prediction errors of a YAML file. Raises Refused."""
+    """Read the errors of earlier predictions from a YAML file. Raises Refused."""
     rows = gate.read_yaml(file, kinds.PREDICTION_ERRORS)["errors"]
     return PredictionErrors(tuple((a, b, c, d) for a, b, c, d in rows))

@@ -32,7 +32,7 @@ from dolmen.training.config import RunConfig
 
 @cache
 def program_hash() -> str:
-    """Return a hash of the package's code, with the version of torch."""
+    """Return a hash of the package's source code, followed by the version of torch; cached."""
     root, digest = Path(__file__).parent.parent, hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         # any change of the code may change what a step does
@@ -83,8 +83,8 @@ def confirm(question: Question, choices: Sequence[LayoutChoice], progress: bool)
 
 
 def device_of(question: Question) -> Device:
-    """Return the device whose kernels the dry run chooses: the cluster's if they are known, else an
-    H100.
+    """Return the device whose kernels the dry run chooses: the cluster's if its kernels are known,
+    else an H100.
     """
     # a100-40gb runs the kernels of an a100
     name = question.cluster.device.name.partition("-")[0]
@@ -103,9 +103,9 @@ def command(question: Question, choice: LayoutChoice) -> str:
 
 
 def count_ranks(run: RunConfig, device: Device, progress: bool) -> list[dict[str, Any]] | str:
-    """Return what a dry run counts on its default ranks, as --json of `dolmen dryrun` has it, from
-    the cache or newly counted; or a text with the reason why none was made. Raises ValueError for a
-    step that would crash.
+    """Return what a dry run counts on its default ranks (first, middle, last), as --json of `dolmen
+    dryrun` has it, from the cache on disk or newly counted; or a text with the reason why none was
+    made. Raises ValueError for a step that would crash.
     """
     file = measured_at() / "winners" / f"{step_hash(run, run.known_model, device)}.json"
     with suppress(gate.Refused, OSError):
@@ -157,7 +157,7 @@ def compare_rank(question: Question, choice: LayoutChoice, counted: dict[str, An
     formed_bytes: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     machine = question.pricing.machine(choice)
-    for row in question.pricing.crossing(choice, rank):
+    for row in question.pricing.communication_rows(choice, rank):
         axis = AXES.get(row.axis, row.axis)
         formed_bytes[axis] += bytes_leaving(row.op, row.payload * row.times, sizes[axis])
         seconds[axis] += row_seconds(row, machine) * row.times
