@@ -483,7 +483,7 @@ def shares(op: str, road: Road) -> tuple[float, float]:
     of its node: within the node, and out of it. `op`: all-to-all, all-reduce (twice a ring's, so
     the shares may add up to over 1), or any other, a ring in one direction.
     """
-    n, g = road.ranks, road.combine_parts
+    n, g = road.ranks, road.together
     if op == "all-to-all":
         return (g - 1) / n, (n - g) / n
     sent = (n - 1) / n * (2 if op == "all-reduce" else 1)
