@@ -41,7 +41,7 @@ class RunCheckpoint(WeightsAlone):
     """Spec of the parameters without adapters."""
     adapter: LoraSpec | None
     step: int
-    own: ModelConfig
+    run_model: ModelConfig
     """Model that was trained; `model` may have another config, for the same weights."""
     checkpoint: reader.Checkpoint
     init: str | None
@@ -56,7 +56,7 @@ class RunCheckpoint(WeightsAlone):
 
     @property
     def title(self) -> str:
-        """Its step, and whether it is the critic."""
+        """Text with the checkpoint's step, and whether its critic is read."""
         of = "the critic of " if self.part else ""
         return f"{of}the checkpoint of step {self.step}"
 
@@ -67,7 +67,7 @@ class RunCheckpoint(WeightsAlone):
 
     @property
     def tokenizer(self) -> Path | None:
-        """The run's tokenizer folder, if it is still there."""
+        """The run's tokenizer folder; None if it is no longer there."""
         return _tokenizer(self.where)
 
     @property
@@ -89,7 +89,9 @@ class RunCheckpoint(WeightsAlone):
 
     @cached_property
     def _scaling(self) -> dict[str, Scaling]:
-        """Histories and scales read from the checkpoint, by parameter name."""
+        """Amax histories and fp8 scales read from the checkpoint, by parameter name; only those
+        with a history that is not all zero.
+        """
         # stored as amax_history/NAME and fp8_scale/NAME beside model/NAME
         kind, read = f"{self.part}{quantized_product.HISTORY}/", self.checkpoint.read
         names = [name.removeprefix(kind) for name in self.checkpoint.specs if name.startswith(kind)]
@@ -113,8 +115,8 @@ class RunCheckpoint(WeightsAlone):
 
     @cached_property
     def _specs(self) -> dict[str, Spec]:
-        """Shape and dtype of each parameter, adapters merged. Raises KeyError where the
-        stored names are not those of the model, ValueError where the shapes are not.
+        """Shape and dtype of each parameter as it is read, adapters merged. Raises KeyError where
+        the stored names are not those of the model, ValueError where the shapes are not.
         """
         stored = {
             name.removeprefix(self._kind): spec
@@ -141,19 +143,21 @@ class RunCheckpoint(WeightsAlone):
         return {name: self._restored_spec(name, stored[name]) for name in self.spec.params}
 
     def _restored_spec(self, name: str, spec: Spec) -> Spec:
-        """Spec of a weight as it is read: an int8 weight is dequantised to the dtype of its
-        scale.
+        """Return shape and dtype of a weight as it is read, from its stored `spec`: an int8 weight
+        is dequantised to the dtype of its scale.
         """
         if not self._in_eight_bits(name):
             return spec
         return replace(spec, dtype=self.checkpoint.specs[self._kind + scale_name(name)].dtype)
 
     def _in_eight_bits(self, name: str) -> bool:
-        """True if a frozen weight is stored in int8 with a scale."""
+        """Return whether a frozen weight is stored in int8 with a scale."""
         return f"{self._kind}{scale_name(name)}" in self.checkpoint.specs
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole tensor) of every parameter, or of `only`, adapters merged."""
+        """Yield (name, whole tensor) of every parameter, or of those in `only`, read one at a time
+        with adapters merged.
+        """
         names = [name for name in self.specs if only is None or name in only]
         return ((name, self.read(name)) for name in names)
 
@@ -178,7 +182,7 @@ class RunCheckpoint(WeightsAlone):
         return tensor.Adapter(down, up, self.adapter.scale, lengths).merge(weight)
 
     def frozen(self, name: str) -> Shaped[Tensor, "*whole"]:
-        """Read a weight without its adapter; dequantised where it is stored in int8."""
+        """Read a base weight without its adapter; dequantised where it is stored in int8."""
         weight = self.checkpoint.read(f"{self._kind}{name}")
         if not self._in_eight_bits(name):
             return weight
@@ -191,19 +195,19 @@ class RunCheckpoint(WeightsAlone):
         return self.checkpoint.read(f"{self._kind}{name}")
 
     def _differences(self) -> str:
-        """Text listing the fields in which the requested model differs from the run's, in
-        parentheses; empty where none does.
+        """Return text that lists the fields in which `model` differs from the run's own, in
+        parentheses, for an error; empty where none does.
         """
         differences = [
             f"{n} is {a} in the checkpoint, {b} here"
-            for n, a, b in compare_fields(self.own, self.model)
+            for n, a, b in compare_fields(self.run_model, self.model)
         ]
         return f" ({'; '.join(differences)})" if differences else ""
 
 
 def is_run(folder: Path) -> bool:
-    """True if a folder looks like a run, its folder of checkpoints, or one checkpoint, complete or
-    not.
+    """Return whether a folder looks like a run, its folder of checkpoints, or one checkpoint,
+    complete or not.
     """
     named = re.fullmatch(folders.FOLDER, folder.resolve().name) is not None
     return (
@@ -215,15 +219,16 @@ def is_run(folder: Path) -> bool:
 
 
 def newest(folder: Path) -> Path:
-    """Return the folder itself if it is a checkpoint, else the newest complete checkpoint in it.
-    Raises ValueError where there is none.
+    """Return the folder itself if it is a checkpoint, else the newest complete checkpoint of the
+    run in it. Raises ValueError where there is none.
     """
     return reader.locate(folder)
 
 
 def open_run(folder: Path, model: ModelConfig | None = None) -> RunCheckpoint:
-    """Open the checkpoint in a step folder; `model` replaces the run's own model (same weights,
-    other config). Raises Damaged where the checkpoint or its saved options cannot be read.
+    """Open the checkpoint in a step folder as a source, without reading tensors; `model` replaces
+    the run's own model (same weights, other config). Raises Damaged where the checkpoint or its
+    saved options cannot be read.
     """
     checkpoint = remote.open_working_copy(folder)
     # state.json holds the run's resolved options, from which the model is built again
@@ -254,13 +259,15 @@ def critic(source: RunCheckpoint) -> RunCheckpoint:
             "out --critic"
         )
     named = None if source.tokenizer is None else str(source.tokenizer)
-    model = pad_vocabulary(with_scalar_head(source.own), named)
+    model = pad_vocabulary(with_scalar_head(source.run_model), named)
     # same body, another head: hidden_size -> 1
     model_spec = replace(source.spec, head=model.spec.head)
-    return replace(source, model=model, own=model, spec=model_spec, part=CRITIC)
+    return replace(source, model=model, run_model=model, spec=model_spec, part=CRITIC)
 
 
 def _tokenizer(folder: Path) -> Path | None:
-    """Tokenizer of the run that a step folder lies in, if it is still there."""
+    """Return the tokenizer folder of the run that a step folder lies in; None if it is no longer
+    there.
+    """
     tokenizer = folder.parent.parent / "tokenizer"
     return tokenizer if tokenizer.is_dir() else None

@@ -31,6 +31,7 @@ class ExportConfig:
     """
 
     def __post_init__(self):
+        """Raise ValueError for --critic together with --adapters."""
         if self.critic and self.adapters:
             raise ValueError(
                 "--critic and --adapters exclude each other (adapters of a critic are merged into "
@@ -81,6 +82,9 @@ class ConvertConfig:
     """
 
     def __post_init__(self):
+        """Raise ValueError for parallel sizes or a layer spec that the format `to` does not
+        have.
+        """
         divided = [n for n in ("tp", "pp", "virtual_stages", "ep") if vars(self)[n] != 1]
         if self.to in ("hf", "torch-dist") and divided:
             name = divided[0].replace("_", "-")

@@ -48,7 +48,9 @@ class ModelWriter(Protocol):
 
     @property
     def scales(self) -> Scales:
-        """Scales of fp8 delayed scaling that `write` writes, as they will read back."""
+        """Scales of fp8 delayed scaling that `write` writes, as they will read back, by parameter
+        name.
+        """
         ...
 
     def write(self, folder: Path, pool: LayerPool) -> None:
@@ -58,14 +60,14 @@ class ModelWriter(Protocol):
         ...
 
     def write_sidecars(self, folder: Path) -> None:
-        """Write the sidecar files (config.json, tokenizer, tracker) into another, empty folder:
-        they join the weights once these are verified.
+        """Write the sidecar files (config.json, tokenizer, tracker) into `folder`, another, empty
+        folder: they join the weights once these are verified.
         """
         ...
 
     def open_written(self, folder: Path, sidecars: Path) -> ModelSource:
-        """Open the written weights as any reader would, with the sidecar files in folder
-        `sidecars`.
+        """Open the written weights in `folder` as any reader would, with the sidecar files in the
+        folder `sidecars`.
         """
         ...
 
@@ -125,7 +127,9 @@ def convert(config: ConvertConfig, progress: bool = False) -> str:
 
 
 def _convert(config: ConvertConfig, folder: Path, progress: bool) -> str:
-    """Convert into a local `folder`, as `convert` does. The report names the destination."""
+    """Convert the source into a local `folder`, compare the result with it, and return the report,
+    which names the destination; see `convert`.
+    """
     opened = open_source(config.source, vocab_size=config.vocab_size)
     # All checks come before the first byte is written.
     target = folder.resolve()  # a link cannot be replaced by a folder
@@ -173,9 +177,9 @@ def _convert(config: ConvertConfig, folder: Path, progress: bool) -> str:
 
 
 def _optimizer_state(source: ModelSource, to: str) -> Moments | None:
-    """Return the optimizer state that the format `to` can hold, else None: AdamW's moments, and
-    fp32 masters as the kind "param". Warns where the source has such state and it is left behind,
-    with the reason.
+    """Return the optimizer state to write in the format `to`: AdamW's moments, and fp32 masters as
+    the kind "param"; None if there is none or the format cannot hold it. Warns, with the reason,
+    where the source has such state and it is left behind.
     """
     try:
         state, why = source.moments, f"--to {to} cannot store it"
@@ -195,8 +199,8 @@ def _optimizer_state(source: ModelSource, to: str) -> Moments | None:
 
 
 def _check_scales(source: ModelSource, written: Scales, to: str) -> None:
-    """Warn where the source has scales of fp8 delayed scaling and the format `to` does not hold
-    them (`written` is empty).
+    """Warn where the source has scales of fp8 delayed scaling and none are `written` in the format
+    `to`.
     """
     try:
         known, why = len(source.scaling), f"--to {to} cannot store them"
@@ -295,8 +299,8 @@ class Unlike(Failed):
 def compare_weights(
     source: Tensors, written: Tensors, only: Collection[str] | None = None, of: str = ""
 ) -> Generator[int, None, None]:
-    """Compare parameters bit by bit, `source` cast to the dtype that is written; yield 1 for each
-    equal parameter, for a progress bar. `only`: names to compare, default all. Raises Unlike with
+    """Compare parameters bit by bit, `source` cast to the dtype that was written; yield 1 for each
+    equal parameter, for a progress bar. `only`: names to compare, default all. Raises Unlike for
     the first parameter that differs (`of` precedes its name, e.g. "exp_avg of "), or where the two
     have different names.
     """
@@ -316,8 +320,8 @@ def compare_weights(
 
 
 def compare_state(state: Moments, written: ModelSource) -> str:
-    """Check that the written optimizer state has the same update count, dtypes and bits as `state`;
-    return a clause for the report. Raises Unlike where it differs.
+    """Compare the written optimizer state with `state`: update count, dtypes and bits; return a
+    clause for the report. Raises Unlike where it differs.
     """
     # read back through the same importer that a later resume uses
     moments = written.moments
@@ -337,8 +341,8 @@ def compare_state(state: Moments, written: ModelSource) -> str:
 
 
 def compare_scales(scales: Scales, written: ModelSource) -> str:
-    """Check that the written scales of fp8 delayed scaling are the same bits as `scales`; return a
-    clause for the report, empty without scales. Raises Unlike where they differ.
+    """Compare the written scales of fp8 delayed scaling with `scales`, bit by bit; return a clause
+    for the report, empty without scales. Raises Unlike where they differ.
     """
     written_scales = written.scaling
     if written_scales.keys() != scales.keys():
@@ -354,9 +358,9 @@ def compare_scales(scales: Scales, written: ModelSource) -> str:
 
 def compare_logits(source: ModelSource, written: ModelSource, room: int = ROOM) -> str:
     """Compare the fp32 logits of both models on the same random tokens, bit by bit; return a phrase
-    that says how. If both models take more than `room` bytes, runs one layer at a time and compares
-    its hidden vectors. Not compared (the phrase says so) where positions follow from special
-    tokens. Raises Unlike naming the first layer that differs.
+    that says how. If both models take more than `room` bytes, run one layer at a time and compare
+    its hidden vectors. Not compared (the phrase says so) where positions depend on special tokens.
+    Raises Unlike naming the first layer that differs.
     """
     model_spec = source.spec
     if model_spec.has_prefix_mask or model_spec.streams > 1:
@@ -416,7 +420,7 @@ def _run(
 
 
 def _same(left: Tensor, right: Tensor) -> bool:
-    """True if shape, dtype and every bit are equal, so that NaN equals itself."""
+    """Return whether shape, dtype and every bit are equal, so that NaN equals itself."""
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     # as bytes: NaN is unequal to itself as a number, and -0.0 equal to 0.0

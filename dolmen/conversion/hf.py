@@ -52,7 +52,7 @@ FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def resolve_model(name: str | Path, revision: str | None = None) -> Path:
-    """Return the folder of a model or of adapters, given by path, URL or hub id; a hub id is
+    """Return the local folder of a model or of adapters, given by path, URL or hub id; a hub id is
     downloaded, or taken from the hub's cache (`revision`: branch, tag or commit), and of a URL the
     local copy is returned. Raises ValueError if it is none of them, and StorageError.
     """
@@ -114,8 +114,8 @@ def read_config(folder: Path | str) -> ModelConfig:
 
 
 def tokens_by_name(folder: Path | str) -> dict[str, int]:
-    """Read token -> id from the tokenizer's JSON files (vocabulary, added tokens), without building
-    a tokenizer. Empty where there are none. Raises Refused for a malformed file.
+    """Return token -> id from the folder's tokenizer JSON files (vocabulary, added tokens), without
+    building a tokenizer. Empty where there are none. Raises Refused for a malformed file.
     """
     tokens: dict[str, int] = {}
     # later files override earlier ones, as transformers lets added tokens override
@@ -148,7 +148,7 @@ class Transformers(WeightsAlone):
 
     @property
     def title(self) -> str:
-        """The folder, and that it is a transformers directory."""
+        """Text that names the folder as a transformers directory."""
         return f"{self.where}, a transformers directory"
 
     @property
@@ -163,7 +163,7 @@ class Transformers(WeightsAlone):
 
     @property
     def tokenizer(self) -> Path | None:
-        """The folder itself, if it has tokenizer files."""
+        """The folder itself, if it has tokenizer files, else None."""
         return self.where if tokenizer_files(self.where) else None
 
     @property
@@ -174,8 +174,8 @@ class Transformers(WeightsAlone):
 
     @property
     def transformers(self) -> Path | None:
-        """The folder, or None where dolmen reads only a part of a larger (multimodal) model:
-        transformers would load all of it.
+        """The folder, from which transformers can load the model; None where dolmen reads only a
+        part of a larger (multimodal) model, as transformers would load all of it.
         """
         file = self.where / "config.json"
         content = gate.read_json(file, kinds.CONFIG) if file.is_file() else {}
@@ -193,8 +193,9 @@ class Transformers(WeightsAlone):
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (parameter name, tensor), one stored tensor in memory at a time. Raises ValueError
-        too where a stored head of a tied model differs from the embedding.
+        """Yield (our parameter name, tensor) of every parameter, or of those in `only`, one stored
+        tensor in memory at a time. Raises ValueError too where a stored head of a tied model
+        differs from the embedding.
         """
         return assemble(
             [self._weights.entries[name] for name in self._compared], self._tensor, only
@@ -248,8 +249,8 @@ class Transformers(WeightsAlone):
 
 
 def is_transformers(folder: Path) -> bool:
-    """True if a folder has a config.json or weight files as transformers names them: either is
-    enough, so that a missing one gives a clear error.
+    """Return whether a folder has a config.json or weight files as transformers names them: either
+    is enough, so that a missing one gives a clear error.
     """
     return (folder / "config.json").is_file() or any(form.lies_in(folder) for form in FORMS)
 
@@ -257,15 +258,16 @@ def is_transformers(folder: Path) -> bool:
 def open_transformers(
     folder: Path, model: ModelConfig | None = None, sidecars: Path | None = None
 ) -> Transformers:
-    """Open a transformers directory; `model` replaces its config.json. `sidecars`: folder of the
-    config.json, where it is not yet next to the weights. Raises as `read_config`.
+    """Open a transformers directory as a source; `model` replaces its config.json. `sidecars`:
+    folder of the config.json, where it is not yet next to the weights. Raises as `read_config`.
     """
     return Transformers(folder, model or _detect_bare(read_config(sidecars or folder), folder))
 
 
 def _detect_bare(model: ModelConfig, folder: Path) -> ModelConfig:
-    """Return the model with its `bare` option set where no stored tensor's name has the
-    family's prefix ("model.", "transformer."), so that an export writes names of the same kind.
+    """Return the model with its dolmen field bare_names set where no stored tensor's name has the
+    family's prefix ("model.", "transformer."), so that an export writes names of the same kind;
+    otherwise unchanged.
     """
     family = model.family
     if BARE not in family.fields:
@@ -276,7 +278,9 @@ def _detect_bare(model: ModelConfig, folder: Path) -> ModelConfig:
 
 
 def tokenizer_files(folder: Path | str) -> list[Path]:
-    """Existing files of a folder that match TOKENIZER_FILES, sorted."""
+    """Return the existing tokenizer files of a folder (those that match TOKENIZER_FILES),
+    sorted.
+    """
     return sorted({file for pattern in TOKENIZER_FILES for file in Path(folder).glob(pattern)})
 
 
@@ -289,8 +293,8 @@ def copy_tokenizer(source: Path | str | None, to: Path) -> None:
 
 
 def stated_dtype(model: ModelConfig) -> torch.dtype:
-    """Dtype that a config.json states, float32 by default. Raises ValueError for one that weights
-    cannot have.
+    """Return the dtype that a config.json states, float32 by default. Raises ValueError for one
+    that weights cannot have.
     """
     named = {str(dtype).removeprefix("torch."): dtype for dtype in FLOATS}
     # older transformers wrote "torch.float16"
@@ -304,10 +308,10 @@ def stated_dtype(model: ModelConfig) -> torch.dtype:
 
 
 def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
-    """Match stored tensors against the model's weight rules: canonical stored name -> place, for
-    every tensor that holds parameters, and for a tied model's head if stored. Warns of skipped
-    tensors (layers behind the last, other parts of a multimodal model). Raises KeyError for tensors
-    without a rule or missing, ValueError for duplicates and wrong shapes or dtypes.
+    """Return canonical stored name -> place in a file, for every stored tensor that holds
+    parameters, and for a tied model's head if stored. Warns of skipped tensors (layers behind the
+    last, other parts of a multimodal model). Raises KeyError for tensors without a weight rule or
+    missing, ValueError for duplicates and wrong shapes or dtypes.
     """
     matched: dict[str, Stored] = {}
     beyond: list[str] = []

@@ -39,9 +39,9 @@ from dolmen.model.spec import ModelSpec
 
 
 def write(source: ModelSource, folder: Path | str, dtype: torch.dtype | None = None) -> None:
-    """Write the source to the new `folder` as a transformers directory, in `dtype`, default that of
-    its config.json. Raises as `check_expressible`, `ModelSource.specs`, `ModelSource.stream` and
-    `save` do.
+    """Write the source to the new `folder` as a transformers directory, in `dtype` (default: that
+    of its config.json). Raises as `check_expressible`, `ModelSource.specs`, `ModelSource.stream`
+    and `save` do.
     """
     check_expressible(source.model, source.spec)
     save(
@@ -56,8 +56,8 @@ def write(source: ModelSource, folder: Path | str, dtype: torch.dtype | None = N
 
 @contextmanager
 def transformers_folder(source: ModelSource) -> Iterator[Path]:
-    """Context manager: a folder from which transformers can load the source. Its own folder if it
-    is one, else a temporary float32 export, deleted at the end. Raises as `write`.
+    """Context manager that yields a folder from which transformers can load the source: its own if
+    it is one, else a temporary float32 export, deleted at the end. Raises as `write`.
     """
     if source.transformers is not None:
         yield source.transformers
@@ -104,8 +104,8 @@ def export_weights(
 
 
 def check_target(folder: Path | str, tokenizer_folder: Path | str | None = None) -> None:
-    """Check the target of `save`. Raises ValueError for a `folder` that has anything in it, and a
-    `tokenizer_folder` without a tokenizer.
+    """Raise ValueError for a `folder` to write that has anything in it, and for a
+    `tokenizer_folder` without tokenizer files.
     """
     check_new_folder(folder)
     if tokenizer_folder is not None and not tokenizer_files(tokenizer_folder):
@@ -182,8 +182,8 @@ class TransformersWriter:
         write_sidecar_files(self.source, folder, self.dtype)
 
     def open_written(self, folder: Path, sidecars: Path) -> ModelSource:
-        """Open what was written, its config.json in folder `sidecars`. Fields that config.json
-        cannot express (a warning lists them) are taken from the source.
+        """Open what was written, with its config.json in the folder `sidecars`, as a source. Fields
+        that config.json cannot express are taken from the original source.
         """
         written = open_transformers(folder, sidecars=sidecars)
         return replace(
@@ -222,8 +222,8 @@ def _write_sidecar_files(
 
 
 def _specs(model: ModelConfig, dtype: torch.dtype) -> dict[str, Spec]:
-    """Shape and dtype of each tensor that is written, by its stored name: `dtype`, or at least fp32
-    for parameters that the family keeps precise.
+    """Return stored name -> shape and dtype of each tensor that is written: `dtype`, or at least
+    fp32 for parameters that the family keeps precise.
     """
     # a router's bias, for example, stays in fp32 in a bf16 export
     params, wide = model.spec.params, torch.promote_types(dtype, torch.float32)
@@ -236,7 +236,9 @@ def _specs(model: ModelConfig, dtype: torch.dtype) -> dict[str, Spec]:
 def _join(
     entry: StoredTensor, full: Callable[[str], Tensor], shapes: dict[str, tuple[int, ...]]
 ) -> Tensor:
-    """Build the stored tensor of an entry from the parameters that it holds."""
+    """Return the stored tensor of an entry, built from the parameters that it holds, which `full`
+    returns by our name. Raises ValueError for a wrong shape.
+    """
     return join_stored(entry.rule, [_part(name, full, shapes) for name in entry.ours])
 
 
@@ -249,7 +251,7 @@ def _part(name: str, full: Callable[[str], Tensor], shapes: dict[str, tuple[int,
 
 
 def _generation_config(content: dict[str, Any]) -> dict[str, Any]:
-    """Make a generation_config.json from the bos, eos and pad token ids of a config.json; empty
+    """Return a generation_config.json with the bos, eos and pad token ids of a config.json; empty
     where it has none.
     """
     names = ("bos_token_id", "eos_token_id", "pad_token_id")

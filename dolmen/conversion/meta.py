@@ -67,15 +67,15 @@ EMBEDDING, HEAD, UP = "tok_embeddings.weight", "output.weight", "layers.0.feed_f
 
 
 def is_meta(folder: Path) -> bool:
-    """True if a folder has consolidated.NN.pth files. With a config.json it is a transformers
-    directory too, which FORMATS tries first.
+    """Return whether a folder has consolidated.NN.pth files. With a config.json it is a
+    transformers directory too, which FORMATS tries first.
     """
     return any(FILE.fullmatch(path.name) for path in folder.glob("consolidated.*.pth"))
 
 
 def rules(spec: ModelSpec) -> list[Rule]:
-    """Weight rules between Meta's names and ours; q and k are stored with rope pairs as
-    neighbours.
+    """Return the weight rules between Meta's tensor names and ours; q and k are stored with rope
+    pairs as neighbours.
     """
     layer, ours = "layers.{}.", "layers.{}."
     mixer = spec.blocks[0].mixer
@@ -112,7 +112,7 @@ class Consolidated(WeightsAlone, Joined):
 
     @property
     def title(self) -> str:
-        """Folder and number of ranks."""
+        """Text with the folder and number of ranks."""
         return f"{self.where}, Meta's files of {plural(len(self.ranks), 'rank')}"
 
     @property
@@ -122,7 +122,9 @@ class Consolidated(WeightsAlone, Joined):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """Shape and stored dtype of each parameter. Raises as `_checked`."""
+        """Shape and stored dtype of each parameter. Raises KeyError or ValueError where stored
+        tensors do not fit the model.
+        """
         _ = self._checked
         return {
             ours: Spec(self.spec.params[ours].shape, self.ranks[0][entry.hf].spec.dtype)
@@ -130,7 +132,9 @@ class Consolidated(WeightsAlone, Joined):
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (our name, tensor), joined from all ranks. Raises as `_checked`."""
+        """Yield (our name, tensor) of every parameter, or of those in `only`, joined from all
+        ranks. Raises as `specs`.
+        """
         return assemble([self._entries[name] for name in self._checked], self._tensor, only)
 
     @cached_property
@@ -145,8 +149,8 @@ class Consolidated(WeightsAlone, Joined):
         return {name: by_name[name] for name in self.spec.params}
 
     def _share(self, name: str) -> Share:
-        """How ranks shard a tensor: as ours do, except that Llama 1 and 2 shard the embedding by
-        columns.
+        """Return how ranks shard the tensor with this stored name: as ours do, except that Llama 1
+        and 2 shard the embedding by columns.
         """
         # ParallelEmbedding of Llama 1 and 2 cuts columns, VocabParallelEmbedding of Llama 3 rows
         if name == EMBEDDING:
@@ -180,15 +184,15 @@ class Consolidated(WeightsAlone, Joined):
         return list(self._entries)
 
     def _tensor(self, name: str) -> Tensor:
-        """Read a tensor, joined from all ranks."""
+        """Read the tensor with this stored name, joined from all ranks."""
         of = self._share(name)
         ranks = self.ranks[:1] if of.dim is None else self.ranks
         return of.join(rank[name].read() for rank in ranks)
 
 
 def open_meta(folder: Path, model: ModelConfig | None = None) -> Consolidated:
-    """Open the files in a folder; the model is `model`, else that of params.json. Raises ValueError
-    for a missing rank, and for what dolmen does not compute.
+    """Open Meta's files of a Llama in a folder as a source; the model is `model`, else that of
+    params.json. Raises ValueError for a missing rank, and for what dolmen does not compute.
     """
     names = sorted(path.name for path in folder.iterdir() if FILE.fullmatch(path.name))
     expected = [f"consolidated.{i:02d}.pth" for i in range(len(names))]
@@ -199,14 +203,16 @@ def open_meta(folder: Path, model: ModelConfig | None = None) -> Consolidated:
 
 
 def _embedding_dim(ranks: tuple[Mapping[str, Stored], ...], hidden: int) -> int:
-    """Dim along which ranks shard the embedding: 0 (rows) if each has the full width, else 1."""
+    """Return the dim along which ranks shard the embedding: 0 (rows) if each has the full width,
+    else 1.
+    """
     return 0 if ranks[0][EMBEDDING].spec.shape[-1] == hidden else 1
 
 
 def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> ModelConfig:
-    """Model of params.json; the MLP width, the vocabulary where it is not stated, the tied head and
-    the dtype follow from the tensors. Raises ValueError or KeyError for files that are not a Llama
-    of Meta's.
+    """Return the model of params.json; the MLP width, the vocabulary where it is not stated, the
+    tied head and the dtype follow from the tensors. Raises ValueError or KeyError for files that
+    are not a Llama of Meta's.
     """
     if not (folder / PARAMS).is_file():
         raise ValueError(f"{folder} has no {PARAMS}, from which the model's sizes are read")
@@ -247,8 +253,8 @@ def _model(folder: Path, ranks: tuple[Mapping[str, Stored], ...]) -> ModelConfig
 
 
 def _rope(folder: Path, params: Mapping[str, Any]) -> RopeSpec:
-    """Rope with Llama 3's scaling where `use_scaled_rope` is set. Warns where its factor is not
-    stated, and takes 8.
+    """Return rope from params.json, with Llama 3's scaling where `use_scaled_rope` is set. Warns
+    where its factor is not stated, and takes 8.
     """
     scaling, factor = None, params.get("rope_scaling_factor")
     if params.get("use_scaled_rope"):
@@ -266,8 +272,8 @@ def _rope(folder: Path, params: Mapping[str, Any]) -> RopeSpec:
 
 
 def _longest(params: Mapping[str, Any]) -> int:
-    """Longest sequence in tokens: as stated, else as of the Llama release with this rope
-    (params.json of these has no such field).
+    """Return the longest sequence in tokens: as stated, else that of the Llama release with this
+    rope base (its params.json has no such field).
     """
     theta = params.get("rope_theta", 10000.0)
     # Llama 1 (eps 1e-6): 2048; Llama 2 (1e-5): 4096; Code Llama (theta 1e6): 16384; Llama 3: 8192

@@ -64,7 +64,7 @@ class LowRank:
     """Name of A, B or (DoRA) magnitude -> its reader."""
 
     def tensors(self, weight: str) -> dict[str, Tensor]:
-        """Read the adapter tensors of one target weight, by our names: A, B, and DoRA's
+        """Read the adapter tensors of one target weight: by our names A, B, and DoRA's
         magnitude.
         """
         return {name: self.stored[name].read() for name in names(self.form, weight)}
@@ -84,20 +84,20 @@ class LowRank:
 
 
 def names(form: LoraSpec, weight: str) -> tuple[str, ...]:
-    """Names of the adapter's parameters for a weight, in the order of KINDS: A, B and, for DoRA,
-    the magnitude.
+    """Return our names of the adapter's parameters for a weight: A, B and, for DoRA, the
+    magnitude.
     """
     return (*form.pair(weight), *([magnitude_name(weight)] if form.kind == "dora" else ()))
 
 
 def is_peft(folder: Path) -> bool:
-    """True if a folder has an adapter_config.json and no config.json."""
+    """Return whether a folder has an adapter_config.json and no config.json."""
     return (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
 
 
 def base(folder: Path) -> str:
-    """Base model that adapter_config.json names; a relative path is also looked up from the
-    adapters' folder. Raises Refused where it names none.
+    """Return the base model, a path or hub id, that adapter_config.json names; a relative path is
+    also looked up from the adapters' folder. Raises Refused where it names none.
     """
     name = gate.read_json(folder / CONFIG, kinds.ADAPTER_CONFIG).get("base_model_name_or_path")
     if not name:
@@ -156,12 +156,14 @@ def read(folder: Path, model: ModelConfig) -> LowRank:
 
 
 def _scaling(config: Mapping[str, Any]) -> Any:
-    """ "root" for rank-stabilised LoRA (alpha / sqrt(rank)), else "rank" (alpha / rank)."""
+    """Return "root" for rank-stabilised LoRA (alpha / sqrt(rank)), else "rank" (alpha / rank), from
+    an adapter_config.json.
+    """
     return "root" if config.get("use_rslora") else "rank"
 
 
 def _kind(config: Mapping[str, Any]) -> Any:
-    """ "dora" or "lora"."""
+    """Return "dora" or "lora", from an adapter_config.json."""
     return "dora" if config.get("use_dora") else "lora"
 
 
@@ -198,8 +200,8 @@ def _check_shapes(
 
 
 def _modules(model: ModelConfig) -> dict[str, str]:
-    """Module name in transformers -> our weight, for modules whose weight is exactly one of ours;
-    norms and embeddings are among them.
+    """Return module name in transformers -> our weight, for modules whose weight is exactly one of
+    ours; norms and embeddings are among them.
     """
     full = {}
     for stored, entry in weight_map(model).entries.items():
@@ -212,9 +214,9 @@ def _modules(model: ModelConfig) -> dict[str, str]:
 
 def write(run: object, folder: Path, dtype: torch.dtype) -> str:
     """Write a run's adapters in `dtype`, with its tokenizer, as a new PEFT folder; return a title
-    for the report. Warns where they were trained on weights rounded to 8 bits. Raises ValueError
-    for a source without adapters, for adapters that PEFT cannot express, and for a folder that is
-    not empty.
+    of what was written for the report. Warns where they were trained on weights rounded to 8 bits.
+    Raises ValueError for a source without adapters, for adapters that PEFT cannot express, and for
+    a folder that is not empty.
     """
     if not isinstance(run, RunCheckpoint) or run.adapter is None:
         raise ValueError("the model has no adapters: leave out --adapters")
@@ -256,7 +258,9 @@ def write(run: object, folder: Path, dtype: torch.dtype) -> str:
 
 
 def _config(run: RunCheckpoint, form: LoraSpec, modules: Mapping[str, str]) -> dict[str, Any]:
-    """Content of adapter_config.json. `modules`: our weight -> module name in transformers."""
+    """Return the content of adapter_config.json. `modules`: our weight -> module name in
+    transformers.
+    """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -284,7 +288,7 @@ class Adapted(WeightsAlone):
 
     @property
     def title(self) -> str:
-        """The base's title and the adapters' folder."""
+        """Text with the base's title and the adapters' folder."""
         return f"{self.base.title} with the adapters of {self.where}"
 
     @property
@@ -328,9 +332,11 @@ class Adapted(WeightsAlone):
         return self.base.specs
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of the base, adapters merged."""
+        """Yield (name, tensor) of the base's parameters, or of those in `only`, with adapters
+        merged.
+        """
         return ((n, self.adapters.merge(n, value)) for n, value in self.base.stream(only))
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
-        """Read one parameter, its adapter merged."""
+        """Read one parameter of the base with its adapter merged."""
         return self.adapters.merge(name, self.base.read(name))

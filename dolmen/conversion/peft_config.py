@@ -64,8 +64,8 @@ except (re.error, RecursionError, OverflowError) as error:
 
 
 def check(file: Path, config: Mapping[str, Any]) -> None:
-    """Raise Refused for a config that is not plain LoRA or DoRA: another method, trained biases,
-    or options that change what is computed.
+    """Raise Refused for an adapter_config.json that is not plain LoRA or DoRA: another method,
+    trained biases, or options that change what is computed.
     """
     if config["peft_type"] != "LORA":
         raise gate.refuse(file, f"has peft_type {config['peft_type']}: only LORA is supported")
@@ -158,8 +158,8 @@ class Reach:
         return self._match_field("target_modules", modules)
 
     def _match_field(self, field: str, modules: Sequence[str]) -> frozenset[str]:
-        """Return those of `modules` that a field selects: a list of names, or a regular
-        expression.
+        """Return those of `modules` that the config's `field` selects: by a list of names, or by a
+        regular expression.
         """
         value = self.config.get(field)
         if isinstance(value, str) and value:
@@ -199,8 +199,8 @@ class Reach:
         return names
 
     def _layer(self, module: str) -> int | None:
-        """Layer number of a module as PEFT counts it: the number behind the first list that the
-        module is in; None where there is none.
+        """Return the layer number of a module as PEFT counts it: the number behind the first list
+        that the module is in; None where there is none.
         """
         parts = module.split(".")
         # parts that are numbers, neither first nor last
@@ -212,7 +212,7 @@ class Reach:
 
 
 def _has_name(module: str, names: frozenset[str]) -> bool:
-    """True if one of the names is the module's full name, or its ending after a dot."""
+    """Return whether one of the names is the module's full name, or its ending after a dot."""
     parts = module.split(".")
     return any(".".join(parts[i:]) in names for i in range(len(parts)))
 

@@ -35,18 +35,20 @@ FAMILY = "glm-130b"
 
 
 def ranks(folder: Path) -> dict[int, Path]:
-    """Tensor-parallel rank -> its file, of those that exist."""
+    """Return tensor-parallel rank -> its file, for the SAT rank files in a folder."""
     matches = {file: RANK.fullmatch(file.name) for file in folder.glob("mp_rank_*")}
     return {int(named[1]): file for file, named in sorted(matches.items()) if named is not None}
 
 
 def is_sat(folder: Path) -> bool:
-    """True if a folder has rank files, or a `latest` file next to a subfolder that has."""
+    """Return whether a folder has SAT's rank files, or a `latest` file next to a subfolder that
+    has.
+    """
     return bool(ranks(folder)) or (folder / LATEST).is_file() and bool(_iterations(folder))
 
 
 def _iterations(folder: Path) -> list[Path]:
-    """Subfolders named by an iteration that have rank files."""
+    """Return the subfolders named by an iteration that have rank files."""
     return [path for path in folder.iterdir() if ITERATION.fullmatch(path.name) and ranks(path)]
 
 
@@ -70,7 +72,7 @@ class Sat(WeightsAlone, Joined):
     """A SAT checkpoint of all ranks as a source; its weights are read as those of `model`."""
 
     folder: Path
-    held: tuple[Mapping[str, Stored], ...]
+    rank_tensors: tuple[Mapping[str, Stored], ...]
     """Tensors of each rank: name -> place."""
 
     @property
@@ -80,17 +82,21 @@ class Sat(WeightsAlone, Joined):
 
     @property
     def title(self) -> str:
-        """Folder and number of ranks."""
-        return f"{self.where}, a checkpoint of SAT ({plural(len(self.held), 'rank')})"
+        """Text with the folder and number of ranks."""
+        return f"{self.where}, a checkpoint of SAT ({plural(len(self.rank_tensors), 'rank')})"
 
     @property
     def iteration(self) -> int | None:
-        """Number of updates, which is the name of its folder; None for other names."""
+        """Number of updates, which is the name of the checkpoint's folder; None if that is no
+        number.
+        """
         return int(self.where.name) if ITERATION.fullmatch(self.where.name) else None
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """Shape and stored dtype of each parameter. Raises as `_checked`."""
+        """Shape and stored dtype of each parameter. Raises KeyError or ValueError where stored
+        tensors do not fit the model.
+        """
         stored = self._checked
         return {
             name: Spec(param.shape, stored[self._holding[name].hf][0].spec.dtype)
@@ -98,7 +104,9 @@ class Sat(WeightsAlone, Joined):
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (our name, tensor), joined from all ranks. Raises as `_checked`."""
+        """Yield (our name, tensor) of every parameter, or of those in `only`, joined from all
+        ranks. Raises as `specs`.
+        """
         return assemble([self._weights.entries[name] for name in self._checked], self._tensor, only)
 
     @cached_property
@@ -112,8 +120,8 @@ class Sat(WeightsAlone, Joined):
         return {ours: entry for entry in self._weights.entries.values() for ours in entry.ours}
 
     def _share(self, entry: StoredTensor) -> Share:
-        """How ranks shard a stored tensor: as ours do; tensors that are stacked in one ([x1; x2])
-        each by itself.
+        """Return how ranks shard a stored tensor: as ours do; tensors that are stacked in one ([x1;
+        x2]) each by itself.
         """
         param, rule = self.spec.params[entry.ours[0]], entry.rule
         cut = next((cut for cut in param.shards if cut.axis == "tp"), None)
@@ -129,7 +137,7 @@ class Sat(WeightsAlone, Joined):
         # rank 0 is the measure for names
         first, *other_ranks = [
             {name: stored for name, stored in rank.items() if not self._weights.ignores(name)}
-            for rank in self.held
+            for rank in self.rank_tensors
         ]
         entries = self._weights.entries
         extra = [name for name in first if name not in entries]
@@ -169,7 +177,7 @@ class Sat(WeightsAlone, Joined):
             )
 
     def _tensor(self, name: str) -> Tensor:
-        """Read a tensor, joined from all ranks."""
+        """Read the tensor with this stored name, joined from all ranks."""
         share, shards = self._share(self._weights.entries[name]), self._checked[name]
         # replicated: rank 0's copy is that of all
         if share.dim is None:
@@ -178,9 +186,9 @@ class Sat(WeightsAlone, Joined):
 
 
 def open_sat(folder: Path, model: ModelConfig | None = None) -> Sat:
-    """Open the checkpoint whose rank files lie in `folder`; the model is `model`, else the
-    config.json next to it. Raises ValueError for another family than GLM-130B, a missing rank, or a
-    file that SAT did not save.
+    """Open the SAT checkpoint whose rank files lie in `folder` as a source; the model is `model`,
+    else the config.json next to it. Raises ValueError for another family than GLM-130B, a missing
+    rank, or a file that SAT did not save.
     """
     place = sidecars.place(folder)
     model = model or hf.read_config(place)
@@ -199,8 +207,8 @@ def open_sat(folder: Path, model: ModelConfig | None = None) -> Sat:
 
 
 def _read_tensors(file: Path) -> dict[str, Stored]:
-    """Name -> place of the tensors in a rank's file. Raises Refused for a file that SAT did not
-    save.
+    """Return name -> place of the tensors in a rank's file, without reading them. Raises Refused
+    for a file that SAT did not save.
     """
     values = torch_files.load(file)
     if not isinstance(values, Mapping) or not isinstance(values.get("module"), Mapping):

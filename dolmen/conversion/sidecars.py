@@ -24,8 +24,8 @@ FIRST = ("llama", "gpt2", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
 def place(folder: Path) -> Path:
-    """Return the folder of a checkpoint's config.json and tokenizer: the checkpoint's own, else its
-    parent, which may serve several checkpoints; the checkpoint's own where neither has any.
+    """Return the folder with a checkpoint's config.json or tokenizer: the checkpoint's own
+    `folder`, else its parent, which may serve several checkpoints; `folder` where neither has any.
     """
     for directory in (folder, folder.parent):
         if (directory / "config.json").is_file() or tokenizer(directory) is not None:
@@ -34,23 +34,23 @@ def place(folder: Path) -> Path:
 
 
 def config(folder: Path) -> ModelConfig | None:
-    """Read the model of the folder's config.json, None where there is none. Raises ValueError as
+    """Return the model of the folder's config.json; None where there is none. Raises ValueError as
     `read_config`.
     """
     return read_config(folder) if (folder / "config.json").is_file() else None
 
 
 def tokenizer(folder: Path) -> Path | None:
-    """Folder of the tokenizer files: `folder` or its subfolder "tokenizer"; None where neither has
-    any.
+    """Return the folder of the tokenizer files, `folder` or its subfolder "tokenizer"; None where
+    neither has any.
     """
     places = (folder, folder / "tokenizer")
     return next((place for place in places if place.is_dir() and tokenizer_files(place)), None)
 
 
 def generation_config(folder: Path) -> dict[str, Any]:
-    """Read the folder's generation_config.json; empty where there is none. Raises Refused for a
-    malformed one.
+    """Return the content of the folder's generation_config.json; empty where there is none. Raises
+    Refused for a malformed one.
     """
     file = folder / "generation_config.json"
     return gate.read_json(file, kinds.GENERATION_CONFIG) if file.is_file() else {}
@@ -78,8 +78,8 @@ def vocabulary(folder: Path, model: ModelConfig | None, rows: int | None) -> int
 
 
 def express(spec: ModelSpec) -> ModelConfig:
-    """Return a model of the first family whose config.json can express `spec`. Raises ValueError,
-    with the first family's reason, where none can.
+    """Return a model config of the first family whose config.json can express `spec`, well-known
+    families first. Raises ValueError, with the first family's reason, where none can.
     """
     reasons = []
     # Trying is the test: each family raises for what its config.json cannot say.

@@ -188,10 +188,11 @@ FORMATS = (
 def open_source(
     name: str | Path, model: ModelConfig | None = None, vocab_size: int | None = None
 ) -> ModelSource:
-    """Open a folder of any of FORMATS, or a model id of the hub. `model`: a config to use in place
-    of the stored one (same weights). `vocab_size`: number of tokens, for folders that do not say
-    how many rows are padding. Raises ValueError for a folder of no known format (listing its
-    content), an unfinished conversion, and a `vocab_size` other than the folder's.
+    """Open a model with its weights, from a folder of any of FORMATS or a hub id, without reading
+    tensors. `model`: a config to use in place of the stored one (same weights). `vocab_size`:
+    number of tokens, for folders that do not say how many rows are padding. Raises ValueError for a
+    folder of no known format (listing its content), an unfinished conversion, and a `vocab_size`
+    other than the folder's.
     """
     folder = hf.resolve_model(name)
     # before the format is guessed: an unfinished folder may look like one
@@ -206,9 +207,9 @@ def open_source(
 
 
 def pin_source(name: str | Path) -> str:
-    """Resolve a run's folder, or another with several checkpoints (Megatron's, SAT's), to the path
-    of the newest, or to its URL, so that later calls open the same one while the run goes on. Other
-    names, hub ids too, are returned unchanged. Raises as `open_source`.
+    """Return a name that opens the same checkpoint while a run goes on: for a folder with several
+    checkpoints (a run, Megatron's, SAT's) the path or URL of the newest; other names, hub ids too,
+    unchanged. Raises as `open_source`.
     """
     folder = hf.resolve_model(name)
     newest = _format(folder).newest(folder)
@@ -219,15 +220,15 @@ def pin_source(name: str | Path) -> str:
 
 
 def tokenizer_folder(source: ModelSource) -> str:
-    """Folder of the source's tokenizer; of a source without one its own folder, so that the error
-    of loading a tokenizer names it.
+    """Return the folder of the source's tokenizer; for a source without one its own folder, so that
+    the error of loading a tokenizer names it.
     """
     return str(source.tokenizer or source.where)
 
 
 def cast_source(source: ModelSource, dtype: torch.dtype) -> ModelSource:
-    """Return the source to read when writing in `dtype`: with its fp32 masters, if any, for dtypes
-    of 32 bits or more, else its weights as stored.
+    """Return the source to read from when writing in `dtype`: with its fp32 masters, if any, for
+    dtypes of 32 bits or more, else as it is. Nothing is cast here.
     """
     return source.precise if torch.finfo(dtype).bits >= 32 else source
 
@@ -235,8 +236,8 @@ def cast_source(source: ModelSource, dtype: torch.dtype) -> ModelSource:
 def load_weights(
     source: ModelSource, write: Callable[[str, Tensor], Any], only: Collection[str] | None = None
 ) -> None:
-    """Read the source and call `write(name, tensor)` once per parameter, or per one in `only`.
-    Raises as `ModelSource.stream`, and KeyError where a parameter was never written.
+    """Read every parameter of the source, or those in `only`, and call `write(name, tensor)` once
+    for each. Raises as `ModelSource.stream`, and KeyError where a parameter was never written.
     """
     requested, written = set(source.spec.params if only is None else only), set()
     for name, tensor in source.stream(only):
@@ -280,8 +281,9 @@ class OfRun:
 
 
 def open_adapters(name: str | Path, base: ModelSource) -> LowRank:
-    """Open LoRA adapters trained on the model of `base`: a PEFT folder, a run of dolmen, or a hub
-    id. Raises ValueError, naming the folder, where it has no adapters or they do not fit the base.
+    """Open LoRA adapters that were trained on the model of `base`: from a PEFT folder, a run of
+    dolmen, or a hub id. Raises ValueError, naming the folder, where it has no adapters or they do
+    not fit the base.
     """
     folder = hf.resolve_model(name)
     if peft.is_peft(folder):
@@ -295,8 +297,8 @@ def open_adapters(name: str | Path, base: ModelSource) -> LowRank:
 
 
 def pin_adapters(name: str | Path) -> str:
-    """Resolve a run's folder to its newest checkpoint, so that later calls open the same adapters.
-    PEFT folders and hub ids are returned unchanged. Raises ValueError for a run without
+    """Return a name that opens the same adapters while a run goes on: the newest checkpoint for a
+    run's folder; PEFT folders and hub ids unchanged. Raises ValueError for a run without
     checkpoints.
     """
     folder = hf.resolve_model(name)
@@ -306,7 +308,7 @@ def pin_adapters(name: str | Path) -> str:
 
 
 def _from_run(run: RunCheckpoint, base: ModelSource) -> LowRank:
-    """Return the adapters of a run's checkpoint. Raises ValueError where it has none, where its
+    """Return the adapters in a run's checkpoint. Raises ValueError where it has none, where its
     model differs from that of `base`, or where one frozen weight, compared as a sample, is off by
     more than rounding explains.
     """

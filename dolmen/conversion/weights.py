@@ -70,8 +70,8 @@ Scales = Mapping[str, Scaling]
 
 
 def join_scaling(parts: Iterable[Scaling]) -> Scaling:
-    """Combine the scaling states of weights that another program multiplies as one (q, k and v with
-    the same input): the largest amax of each step, the smallest scale of each tensor.
+    """Return the fp8 scaling state of weights that another program multiplies as one (q, k and v
+    with the same input): the largest amax of each step, the smallest scale of each tensor.
     """
     parts = list(parts)
     history = torch.stack([part.history for part in parts]).amax(0)
@@ -109,8 +109,9 @@ def split_stored(rule: Rule, tensor: Tensor) -> Iterator[Tensor]:
 
 
 def join_stored(rule: Rule, parts: list[Tensor], piece: int | None = None) -> Tensor:
-    """Build the stored tensor from our parameters: the inverse of `split_stored`. `piece`: index of
-    the expert for a Stack. Several parameters are copied into one; a single one stays a view.
+    """Return the stored tensor built from our parameters `parts` by a rule: the inverse of
+    `split_stored`. `piece`: index of the expert for a Stack. Several parameters are copied into
+    one; a single one stays a view.
     """
     match rule:
         case Rename():
@@ -173,8 +174,8 @@ def assemble(
 
 
 def _read_stack(pieces: dict[int, str], read: Callable[[str], Tensor]) -> Tensor:
-    """Read the pieces (index -> stored name) into one tensor [count, ...], one piece in memory
-    besides it. Raises ValueError where their dtypes differ.
+    """Read the stored tensors of a stack (index -> stored name) into one tensor [count, ...], one
+    of them in memory besides it. Raises ValueError where their dtypes differ.
     """
     full = None
     for i, name in sorted(pieces.items()):
@@ -219,15 +220,15 @@ class Tensors(Protocol):
         ...
 
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
-        """Read one parameter, whole, on CPU. Raises KeyError where there is none, and as
+        """Return one parameter, whole, on the CPU. Raises KeyError where there is none, and as
         `stream`.
         """
         ...
 
 
 def check_whole(*sources: Tensors) -> None:
-    """Check names, shapes and dtypes of all stored tensors without reading them. Raises as
-    `Tensors.specs`.
+    """Check names, shapes and dtypes of all stored tensors of the sources without reading them.
+    Raises as `Tensors.specs`.
     """
     for source in sources:
         _ = source.specs

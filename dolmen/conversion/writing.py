@@ -38,7 +38,7 @@ NAME = re.compile(rf"\..+{re.escape(SUFFIX)}")
 
 @contextmanager
 def replace_when_complete(target: Path) -> Iterator[tuple[Path, Path]]:
-    """Context manager: yields two empty temporary folders next to `target`, for weights and for
+    """Context manager that yields two empty temporary folders next to `target`, for weights and for
     sidecar files. At its normal end both are merged and renamed to `target`; if the body raises,
     both are deleted.
     """
@@ -77,13 +77,12 @@ MOST = 4
 
 
 def group_by_layer(items: Iterable[T], parameter: Callable[[T], str]) -> list[list[T]]:
-    """Group consecutive items whose parameters belong to the same layer, keeping the order.
-    `parameter(item)` returns the name of one parameter of the item; those outside layers form
-    groups of their own.
+    """Return consecutive items grouped by layer, in order. `parameter(item)` returns the name of
+    one parameter of the item; consecutive items outside layers form groups of their own.
     """
 
     def layer(item: T) -> str | None:
-        """Number of the item's layer as text, or None outside layers."""
+        """Return the number of the item's layer as text, or None outside layers."""
         match = LAYER.match(parameter(item))
         return match and match[1]
 

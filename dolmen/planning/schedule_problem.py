@@ -53,7 +53,7 @@ class Costs:
 
     @property
     def ways(self) -> list[bool]:
-        """Which kinds of backward the times allow: split into input and weight (True), whole
+        """Kinds of backward that the times allow: split into input and weight (True), whole
         (False).
         """
         return [splits for splits, names in HOW.items() if set(names) <= set(self.times)]

@@ -94,12 +94,16 @@ def read(args: Mapping[str, Any], legacy: bool, rows: int) -> ModelSpec:
 
 
 def has_shifted_norms(args: Mapping[str, Any]) -> bool:
-    """True if the weights of norms are stored less 1 (zero-centered gamma)."""
+    """Return whether a Megatron checkpoint with these args stores norm weights less 1
+    (zero-centered gamma).
+    """
     return bool(MegatronOptions(args).first("layernorm_zero_centered_gamma", "apply_layernorm_1p"))
 
 
 def _norm(options: MegatronOptions) -> NormSpec:
-    """RMSNorm or LayerNorm (with bias) with its epsilon, 1e-5 by default."""
+    """Return the norm that Megatron's options state: RMSNorm, or LayerNorm with bias, with its
+    epsilon, 1e-5 by default.
+    """
     eps = float(options.first("layernorm_epsilon", "norm_epsilon", default=1e-5))
     if options["normalization"] == "RMSNorm":
         return NormSpec("rmsnorm", eps)
@@ -107,21 +111,23 @@ def _norm(options: MegatronOptions) -> NormSpec:
 
 
 def _has_biases(options: MegatronOptions) -> bool:
-    """True if linear layers have biases."""
+    """Return whether linear layers have biases under Megatron's options."""
     if options["disable_bias_linear"] is not None:
         return not options["disable_bias_linear"]
     return options["add_bias_linear"] in (None, True)
 
 
 def _positions(options: MegatronOptions) -> str:
-    """Kind of positions: rope, learned_absolute or none."""
+    """Return the kind of positions that Megatron's options state: rope, learned_absolute (the
+    default) or none.
+    """
     rope = "rope" if options["use_rotary_position_embeddings"] else None
     return rope or options["position_embedding_type"] or "learned_absolute"
 
 
 def _mixer(options: MegatronOptions, norm: NormSpec, bias: bool) -> AttentionSpec:
-    """Attention of all layers. Raises ValueError where the hidden size is not divisible by the
-    heads.
+    """Return the attention spec of all layers, from Megatron's options. Raises ValueError where the
+    hidden size is not divisible by the heads.
     """
     hidden, heads = options["hidden_size"], options["num_attention_heads"]
     if options["kv_channels"] is None and hidden % heads:
@@ -147,7 +153,9 @@ def _mixer(options: MegatronOptions, norm: NormSpec, bias: bool) -> AttentionSpe
 
 
 def _rope(options: MegatronOptions, size: int) -> RopeSpec:
-    """Rope with its scaling. Raises ValueError where two kinds of scaling are set."""
+    """Return rope over (a part of) heads of `size`, with its scaling, from Megatron's options.
+    Raises ValueError where two kinds of scaling are set.
+    """
     theta = float(options.first("rotary_base", default=10000))
     factor, scaling = options["rotary_seq_len_interpolation_factor"], None
     if factor not in (None, 1):
@@ -167,9 +175,9 @@ def _rope(options: MegatronOptions, size: int) -> RopeSpec:
 
 
 def _window(options: MegatronOptions) -> int | None:
-    """Sliding window as the number of tokens that a query attends to, itself included; None without
-    one. Megatron stores (tokens before it, tokens behind it). Raises ValueError for windows that
-    look ahead.
+    """Return the sliding window, from Megatron's (tokens before, tokens after), as the number of
+    tokens that a query attends to, itself included; None without one. Raises ValueError for windows
+    that look ahead.
     """
     window = options["window_size"]
     if window is None:
@@ -185,8 +193,8 @@ def _window(options: MegatronOptions) -> int | None:
 
 def _activation(options: MegatronOptions) -> Activation:
     # the fused kernel is bias + GELU(tanh); without biases Megatron does not use it
-    """GELU of an MLP that is not gated: the tanh approximation where the fused kernel (which needs
-    biases) or openai_gelu is used, else the exact one, as under onnx_safe always.
+    """Return the GELU of an MLP that is not gated: the tanh approximation where the fused kernel
+    (which needs biases) or openai_gelu is used, else the exact one, as under onnx_safe always.
     """
     fused = bool(options["bias_gelu_fusion"]) and _has_biases(options)
     if options["onnx_safe"]:
@@ -195,8 +203,8 @@ def _activation(options: MegatronOptions) -> Activation:
 
 
 def _mlp(options: MegatronOptions, size: str = "ffn_hidden_size") -> MLPSpec:
-    """Dense MLP, SwiGLU or plain; `size` names the option with its width, 4 x hidden size by
-    default.
+    """Return the dense MLP, SwiGLU or plain, from Megatron's options; `size` names the option with
+    its width, 4 x hidden size by default.
     """
     width = options[size] or 4 * options["hidden_size"]
     if options["swiglu"]:
@@ -205,8 +213,8 @@ def _mlp(options: MegatronOptions, size: str = "ffn_hidden_size") -> MLPSpec:
 
 
 def _sparse_layers(options: MegatronOptions) -> list[bool]:
-    """For each layer, True if it has experts. moe_layer_freq is a period or a list of 0 and 1.
-    Raises ValueError for a list of another length than num_layers.
+    """Return for each layer whether it has experts. moe_layer_freq is a period or a list of 0 and
+    1. Raises ValueError for a list of another length than num_layers.
     """
     layers, often = options["num_layers"], options.first("moe_layer_freq", default=1)
     if not options["num_experts"]:
@@ -219,8 +227,9 @@ def _sparse_layers(options: MegatronOptions) -> list[bool]:
 
 
 def _experts(options: MegatronOptions) -> MoESpec:
-    """Mixture of experts with its router and shared expert. Raises ValueError for experts that are
-    not SwiGLU or have biases, and for group scores of more than 2 experts.
+    """Return the MoE layer with its router and shared expert, from Megatron's options. Raises
+    ValueError for experts that are not SwiGLU or have biases, and for group scores of more than 2
+    experts.
     """
     if not options["swiglu"] or _has_biases(options):
         raise ValueError("experts without swiglu or with biases are not supported")
@@ -261,8 +270,9 @@ def _experts(options: MegatronOptions) -> MoESpec:
 
 
 def new(spec: ModelSpec, legacy: bool) -> dict[str, Any]:
-    """Return the options that make Megatron compute `spec`, by today's and former names. They are
-    read back as a check: raises ValueError naming what Megatron cannot compute.
+    """Return Megatron's options (args) that make it compute `spec`, under today's and former names.
+    They are read back as a check: raises ValueError naming what Megatron cannot compute. `legacy`:
+    for Megatron's classes from before Megatron-Core.
     """
     options = _arguments(spec)
     # One inverse instead of a list of exceptions: what is lost on the way shows as a difference.
@@ -275,7 +285,9 @@ def new(spec: ModelSpec, legacy: bool) -> dict[str, Any]:
 
 
 def _arguments(spec: ModelSpec) -> dict[str, Any]:
-    """Options for `spec`, without checking that Megatron can express all of it (`new` does)."""
+    """Return Megatron's options for `spec`, without checking that they express all of it (`new`
+    does).
+    """
     block = spec.blocks[0]
     mixer, norm = block.mixer, block.norm
     dense = [expect(b.mlp, MLPSpec, "mlp") for b in spec.blocks if not b.mlp.experts]
@@ -308,7 +320,7 @@ def _arguments(spec: ModelSpec) -> dict[str, Any]:
         "untie_embeddings_and_output_weights": not spec.head.tied,
         "add_position_embedding": table is not None,
         **_attention_arguments(mixer, table, spec),
-        **(_said_experts(sparse[0], spec) if sparse else {"num_experts": None}),
+        **(_expert_arguments(sparse[0], spec) if sparse else {"num_experts": None}),
     }
 
 
@@ -327,14 +339,14 @@ def _attention_arguments(
         "add_qkv_bias": mixer.q_bias and not mixer.o_bias,
         "qk_layernorm": mixer.qk_norm is not None,
         "window_size": None if mixer.window is None else (mixer.window - 1, 0),
-        **_said_positions(rope, table, mixer),
+        **_position_arguments(rope, table, mixer),
     }
 
 
-def _said_positions(
+def _position_arguments(
     rope: RopeSpec | None, table: PositionTable | None, mixer: AttentionSpec
 ) -> dict[str, Any]:
-    """Options for rope, its scaling or a table of positions."""
+    """Return Megatron's options for rope and its scaling, or for a table of positions."""
     kind = "rope" if rope else ("learned_absolute" if table else "none")
     rope = rope or RopeSpec(mixer.head_size + mixer.head_size % 2)
     scaling = rope.scaling
@@ -353,8 +365,8 @@ def _said_positions(
     }
 
 
-def _said_experts(layer: MoESpec, spec: ModelSpec) -> dict[str, Any]:
-    """Options for the mixture of experts and its router."""
+def _expert_arguments(layer: MoESpec, spec: ModelSpec) -> dict[str, Any]:
+    """Return Megatron's options for the mixture of experts and its router."""
     router = layer.router
     return {
         "num_experts": layer.number,
@@ -382,9 +394,9 @@ SIZES = {"kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_h
 
 
 def read_latent(options: MegatronOptions, norm: NormSpec, bias: bool) -> LatentAttentionSpec:
-    """Multi-head latent attention of `options`. Raises ValueError, with option and value, for what
-    dolmen does not compute, and for combinations that versions of Megatron-Core compute
-    differently.
+    """Return multi-head latent attention from Megatron's options. Raises ValueError, with option
+    and value, for what dolmen does not compute, and for combinations that versions of Megatron-Core
+    compute differently.
     """
     if not options["qk_layernorm"]:
         raise ValueError(
@@ -422,8 +434,8 @@ def read_latent(options: MegatronOptions, norm: NormSpec, bias: bool) -> LatentA
 
 
 def _scaling(options: MegatronOptions) -> YarnScaling | None:
-    """YaRN scaling, or None where positions and scores are not scaled. Raises ValueError as
-    `read`.
+    """Return the YaRN scaling of latent attention; None where positions and scores are not scaled.
+    Raises ValueError for combinations that versions of Megatron-Core compute differently.
     """
     factor = float(options.first("rotary_scaling_factor", default=1.0))
     if factor <= 1:
@@ -454,8 +466,8 @@ def _scaling(options: MegatronOptions) -> YarnScaling | None:
 
 
 def _first_context(options: MegatronOptions) -> int:
-    """Context length before YaRN's extension. Raises ValueError where it is not stated and versions
-    of Megatron-Core differ in its default.
+    """Return the context length before YaRN's extension, in tokens. Raises ValueError where it is
+    not stated and versions of Megatron-Core differ in its default.
     """
     stated, longest = (
         options["original_max_position_embeddings"],
@@ -471,7 +483,7 @@ def _first_context(options: MegatronOptions) -> int:
 
 
 def latent_arguments(mixer: LatentAttentionSpec) -> dict[str, Any]:
-    """Options for multi-head latent attention, as far as Megatron can express it."""
+    """Return Megatron's options for multi-head latent attention, as far as it can express it."""
     rope = mixer.positions
     yarn = rope.scaling if isinstance(rope.scaling, YarnScaling) else None
     theta = int(rope.theta) if rope.theta == int(rope.theta) else rope.theta
@@ -498,13 +510,13 @@ def latent_arguments(mixer: LatentAttentionSpec) -> dict[str, Any]:
         "rotary_scaling_factor": yarn.factor if yarn else 1.0,
         "mscale": mixer.mscale_all_dim if yarn else 1.0,
         "mscale_all_dim": mixer.mscale_all_dim if yarn else 1.0,
-        **_new_yarn(yarn),
+        **_yarn_arguments(yarn),
         "window_size": None,
     }
 
 
-def _new_yarn(yarn: YarnScaling | None) -> dict[str, Any]:
-    """Options for YaRN, empty without it."""
+def _yarn_arguments(yarn: YarnScaling | None) -> dict[str, Any]:
+    """Return Megatron's options for YaRN, empty without it."""
     if yarn is None:
         return {}
     return {

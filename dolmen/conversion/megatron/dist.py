@@ -39,7 +39,7 @@ from dolmen.conversion.megatron.source import (
     MegatronCheckpoint,
     Shards,
     State,
-    check_said,
+    check_common,
     source_of,
 )
 from dolmen.families import ModelConfig
@@ -81,8 +81,9 @@ class Chunk:
     length: int
 
     def locate(self, name: str, dtype: torch.dtype) -> StoredView:
-        """Find the chunk's numbers in the torch.save archive. `name`: of the tensor, for errors.
-        Raises Refused where the archive holds no tensor of this shape and dtype.
+        """Return where the chunk's numbers lie in its file, a torch.save archive. `name`: of the
+        tensor, for errors. Raises Refused where the archive holds no tensor of this shape and
+        dtype.
         """
         # restricted unpickling: finds where numbers lie, executes nothing
         stored = torch_files.load_part(self.file, self.position, self.length)
@@ -107,8 +108,8 @@ class Pieces(Stored):
     parts: tuple[Chunk, ...] = ()
 
     def read(self) -> Shaped[Tensor, "*whole"]:
-        """Read all chunks into one tensor. Raises Refused where a chunk is not as described, or
-        chunks overlap or leave elements out.
+        """Read all chunks and return the whole tensor (or slice of a stack). Raises Refused where a
+        chunk is not as described, or chunks overlap or leave elements out.
         """
         full, filled = torch.empty(self.spec.shape, dtype=self.spec.dtype), 0
         for part in self.parts:
@@ -129,30 +130,32 @@ class Pieces(Stored):
         return full
 
     def _piece(self, part: Chunk) -> Tensor:
-        """Read the part of a chunk that belongs to this slice of the stack."""
+        """Read the elements of one chunk that belong to this tensor, or to this slice of
+        the stack.
+        """
         view, first = part.locate(self.name, self.spec.dtype), len(self.at)
         # a layer of a stack is a slice of the chunk: skip to it by its strides
         steps = zip(self.at, part.offsets, view.strides, strict=False)
         skipped = sum((at - offset) * stride for at, offset, stride in steps)
-        own = replace(
+        part_view = replace(
             view,
             offset=view.offset + skipped,
             shape=view.shape[first:],
             strides=view.strides[first:],
         )
-        return own.locate(self.name, part.file).read()
+        return part_view.locate(self.name, part.file).read()
 
     def chunks(self, size: int = 2**20) -> Iterator[bytes]:
-        """The tensor's bytes, row-major, in blocks of at most `size`; it is read into memory
-        whole.
+        """Yield the tensor's bytes, row-major, in blocks of at most `size` bytes; the tensor is
+        read into memory whole.
         """
         data = self.read().reshape(-1).view(torch.uint8)
         return (bytes(part.numpy()) for part in data.split(size))
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """True if a folder, or the checkpoint that its tracker names, has a metadata.json. Raises
-    Refused as `newest`.
+    """Return whether a folder, or the checkpoint that its tracker names, has a metadata.json.
+    Raises Refused as `newest`.
     """
     return (folders.newest(folder) / MARKER).is_file()
 
@@ -160,16 +163,16 @@ def is_torch_dist(folder: Path) -> bool:
 def open_torch_dist(
     folder: Path, model: ModelConfig | None = None, rows: int | None = None
 ) -> Megatron:
-    """Open the torch_dist checkpoint in the folder of an iteration; arguments as of `open_megatron`
-    (megatron/source.py). Raises ValueError.
+    """Open the torch_dist checkpoint in the folder of an iteration as a source; arguments as of
+    `open_megatron` (megatron/source.py). Raises ValueError.
     """
     return source_of(read_checkpoint(folder), model, rows)
 
 
 def read_checkpoint(folder: Path) -> MegatronCheckpoint:
-    """Read names, shapes and places of everything in a checkpoint, no tensors yet. Raises Refused
-    for files that are missing, damaged or of another format, ValueError for layers that are not all
-    there.
+    """Read names, shapes and places of everything in a torch_dist checkpoint, no tensors yet.
+    Raises Refused for files that are missing, damaged or of another format, ValueError for layers
+    that are not all there.
     """
     backend = gate.read_json(folder / MARKER, kinds.DIST_MARKER)["sharded_backend"]
     if backend != BACKEND:
@@ -202,7 +205,7 @@ def read_checkpoint(folder: Path) -> MegatronCheckpoint:
 
 
 def read_common(folder: Path, description: Foreign) -> tuple[Mapping[str, Any], Path]:
-    """Read the values that are not tensors (args, iteration, ...); return them and the file that
+    """Return the checkpoint's values that are not tensors (args, iteration, ...), and the file that
     holds them. Raises Refused where there is none.
     """
     file = folder / COMMON
@@ -218,16 +221,16 @@ def read_common(folder: Path, description: Foreign) -> tuple[Mapping[str, Any], 
         raise gate.refuse(file, f"is not there, and {METADATA} has no {COMMON_ENTRY}")
     if not isinstance(values, Mapping):
         raise gate.refuse(file, "does not contain a mapping")
-    check_said(values, file)
+    check_common(values, file)
     return values, file
 
 
 def _shards(
     stored: Mapping[str, Stored], chunks: Mapping[str, list[Chunk]]
 ) -> tuple[dict[str, Shards], int]:
-    """Canonical name -> stored tensor for every parameter, and the number of layers. `stored` is
-    keyed by the parameter's name, also for optimizer state, while `chunks` is keyed by the tensor's
-    own name.
+    """Return canonical name -> stored tensor for every parameter (one layer or expert of a stack),
+    and the number of layers. `stored` is keyed by the parameter's name, also for optimizer state,
+    while `chunks` is keyed by the tensor's own name.
     """
     shards: dict[str, Shards] = {}
     layers = 0
@@ -260,8 +263,9 @@ def _state(
     common: Mapping[str, Any],
     file: Path,
 ) -> State:
-    """Find the optimizer state: moments and masters by parameter. A state that cannot be read is
-    returned as State(unread=reason), so that the weights can still be.
+    """Return the optimizer state: AdamW's moments and fp32 masters by parameter, and the update
+    count. A state that cannot be read is returned as State(unread=reason), so that the weights can
+    still be.
     """
     by_kind: dict[str, dict[str, Stored]] = {}
     for tensor_name, tensor in stored.items():
@@ -293,7 +297,9 @@ def _state(
 
 
 def _states(folder: Path, description: Foreign) -> States:
-    """Find every fp8 `_extra_state`: canonical name of its weight -> expert -> its places."""
+    """Return canonical name of a weight -> expert -> places of the fp8 `_extra_state` that belongs
+    to it, for all of them.
+    """
     states: dict[str, dict[int, list[Kept]]] = {}
     for key, where in description.others.items():
         shard = SHARD.fullmatch(key)
@@ -316,9 +322,9 @@ def _states(folder: Path, description: Foreign) -> States:
 
 
 def updates(common: Mapping[str, Any], file: Path) -> int | None:
-    """Number of updates of the optimizer, from its parameter groups or its common_step, else the
-    number of iterations. Raises ValueError where parts of the model have different counts, or a
-    count is not one.
+    """Return how many updates the optimizer has made, from its parameter groups or its common_step,
+    else the number of iterations (None if not stated). Raises ValueError where parts of the model
+    have different counts, or a count is not one.
     """
     optimizer = common.get("optimizer", {})
     optimizer = optimizer if isinstance(optimizer, Mapping) else {}
@@ -368,8 +374,8 @@ def _number(step: Any, file: Path) -> int:
 
 
 def _name_pieces(key: str, full: Stored) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield (name as in a rank's file, indices in the first dims) of each tensor that `full`, the
-    stack for parameter `key`, contains: one per layer and expert.
+    """Yield (name as in a rank's file, indices in the first dims) of each tensor that the stack
+    `full` for parameter `key` contains: one per layer and expert; the key itself outside of layers.
     """
     match = LAYERED.fullmatch(key)
     if match is None:
@@ -391,9 +397,9 @@ def _name_pieces(key: str, full: Stored) -> Iterator[tuple[str, tuple[int, ...]]
 
 
 def _count_index(full: Stored, sizes: list[int], layer: str | None) -> Sequence[int]:
-    """Layer or expert numbers of a stack: only `layer` where the name has a number, else all of the
-    first dim, which is removed from `sizes`. Raises Refused where there are more than any model
-    has.
+    """Return the layer or expert numbers in a stack: only `layer` where the name has a number, else
+    all of the first dim, which is removed from `sizes`. Raises Refused where there are more than
+    any model has.
     """
     if layer is not None:
         return [int(layer)]
@@ -406,8 +412,8 @@ def _count_index(full: Stored, sizes: list[int], layer: str | None) -> Sequence[
 
 
 def chunks_of(folder: Path, description: Foreign) -> dict[str, list[Chunk]]:
-    """Tensor name -> its chunks. Raises Refused for a file that is missing, or shorter than its
-    chunks say.
+    """Return tensor name -> its chunks in the checkpoint's files. Raises Refused for a file that is
+    missing, or shorter than its chunks say.
     """
     chunks: dict[str, list[Chunk]] = {key: [] for key in description.tensors}
     ends: dict[Path, int] = {}
@@ -430,8 +436,8 @@ def chunks_of(folder: Path, description: Foreign) -> dict[str, list[Chunk]]:
 
 
 def group_by_index(chunks: Sequence[Chunk], dims: int) -> dict[tuple[int, ...], list[Chunk]]:
-    """Group chunks by their indices in the first `dims` dims (layer, expert); a chunk of several
-    layers is in each of their groups.
+    """Return (indices in the first `dims` dims: layer, expert) -> chunks that hold a part of it; a
+    chunk of several layers is in each of their groups.
     """
     groups: dict[tuple[int, ...], list[Chunk]] = {}
     for chunk in chunks:

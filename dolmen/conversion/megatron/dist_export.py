@@ -56,16 +56,16 @@ class File:
 
     stream: BinaryIO
     name: str
-    held: list[FileEntry] = field(default_factory=list)
+    entries: list[FileEntry] = field(default_factory=list)
 
     def tensor(self, key: str, shape: tuple[int, ...], at: tuple[int, ...], part: Tensor) -> None:
         """Append `part`, which lies at offsets `at` in the tensor `key` of the full `shape`."""
         place = self._append(part)
-        self.held.append(FileEntry(key, place, part.dtype, shape, at, tuple(part.shape)))
+        self.entries.append(FileEntry(key, place, part.dtype, shape, at, tuple(part.shape)))
 
     def value(self, key: str, value: Any) -> None:
-        """Append a value that is not a tensor."""
-        self.held.append(FileEntry(key, self._append(value)))
+        """Append a value that is not a tensor, as entry `key`."""
+        self.entries.append(FileEntry(key, self._append(value)))
 
     def _append(self, value: Any) -> Place:
         """Append an object as torch.save writes it; return its place in the file."""
@@ -75,8 +75,8 @@ class File:
 
 
 def description(entries: Iterable[FileEntry]) -> bytes:
-    """Pickled DCP metadata (.metadata) of all entries: shapes, dtypes and the place of each
-    part.
+    """Return the pickled DCP metadata (content of .metadata) of all entries: shapes, dtypes and the
+    place of each part.
     """
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, Place] = {}
@@ -118,7 +118,9 @@ class TorchDistWriter(MegatronWriter):
         entries: list[list[FileEntry]] = [[] for _ in layers]
 
         def write_file(number: int, advance: Advance) -> None:
-            """Write file `number`, which holds one group of tensors: those of one layer."""
+            """Write file `number`, which holds the tensors of one layer or a group outside the
+            layers.
+            """
             name = f"__{number}_0.distcp"
             with open(where / name, "xb") as stream:
                 file = File(stream, name, entries[number])
@@ -137,8 +139,8 @@ class TorchDistWriter(MegatronWriter):
         )
 
     def _write_one(self, file: File, canonical: str, entry: StoredTensor) -> None:
-        """Write a stored tensor with its fp8 states and, for trained parameters, its optimizer
-        state.
+        """Write a stored tensor, under its canonical name, to the file, with its fp8 states and,
+        for trained parameters, its optimizer state.
         """
         plan, kinds = self.plan, {} if self.state is None else self.state.kinds
         param, lying = plan.spec.params[entry.ours[0]], _stack_place(plan, canonical)
@@ -163,8 +165,9 @@ class TorchDistWriter(MegatronWriter):
 def _common(
     plan: ExportPlan, dtype: torch.dtype, iteration: int | None, state: Moments | None
 ) -> dict[str, Any]:
-    """Content of common.pt: what is not a tensor (args, iteration). The optimizer's parameter
-    groups hold the update count only: learning rate and decay come from the run that resumes.
+    """Return the content of common.pt, what is not a tensor (args, iteration). The optimizer's
+    parameter groups hold the update count only: learning rate and decay come from the run that
+    resumes.
     """
     content: dict[str, Any] = {"singleton_local_shards": False}
     common = {
@@ -183,9 +186,9 @@ def _common(
 def _read_entry(
     plan: ExportPlan, entry: StoredTensor, read: Callable[[str], Tensor], padding: bool
 ) -> Tensor:
-    """Read our parameters with `read` and build the stored tensor. Padding rows of a vocabulary are
-    copies of the last row, or zeros without `padding`, as for moments, whose padding never had a
-    gradient.
+    """Return the stored tensor of an entry, built from our parameters as `read` returns them by
+    name. Padding rows of a vocabulary are copies of the last row, or zeros without `padding`, as
+    for moments, whose padding never had a gradient.
     """
     full = join_stored(entry.rule, [read(ours) for ours in entry.ours])
     if not plan.share(entry).padded:
@@ -209,8 +212,8 @@ class StackPlace:
     """Size of the stack."""
 
     def write(self, file: File, prefix: str, full: Tensor) -> None:
-        """Write the tensor as one layer of its stack, under `prefix` + key (the prefix is that of
-        an optimizer state, or empty).
+        """Write `full` to the file as one layer of its stack, under `prefix` + key (the prefix is
+        that of an optimizer state, or empty).
         """
         # leading dims of size 1: the layer is a chunk of the stack
         part = full[(None,) * len(self.index)]
@@ -233,7 +236,9 @@ class StackPlace:
 
 
 def _stack_place(plan: ExportPlan, name: str) -> StackPlace:
-    """Key and stack index of a tensor by its canonical name."""
+    """Return the key of a tensor in the checkpoint and its index in a stack of layers, by its
+    canonical name.
+    """
     parsed = names.canonical(name)
     assert parsed is not None
     if parsed.layer is None:

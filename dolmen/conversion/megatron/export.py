@@ -53,6 +53,7 @@ class Ranks:
     ep: int = 1
 
     def __post_init__(self):
+        """Raise ValueError for a size below 1, and for virtual stages without a pipeline."""
         for name, value in vars(self).items():
             if value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {value}: it must be at least 1")
@@ -114,7 +115,7 @@ class TensorPlace:
     """None: every rank of ep has it."""
 
     def lies_on(self, pp: int, ep: int) -> bool:
-        """True if the files of pipeline rank `pp` and expert rank `ep` hold the tensor."""
+        """Return whether the files of pipeline rank `pp` and expert rank `ep` hold the tensor."""
         return self.pp == pp and self.ep in (None, ep)
 
 
@@ -167,14 +168,15 @@ class ExportPlan:
         return -(-self.spec.vocab_size // of) * of
 
     def share(self, entry: StoredTensor) -> Share:
-        """How tp ranks shard a stored tensor."""
+        """Return how tp ranks shard a stored tensor."""
         if self.dialect.cuts_down and names.DOWN.fullmatch(entry.hf):
             return Share(0)
         return shares.share(entry, self.spec.params[entry.ours[0]])
 
     def places(self, name: str) -> list[TensorPlace]:
-        """Places of a tensor by its canonical name: two for a tied embedding where pp > 1 (first
-        and last stage), one per ep rank for experts, else one.
+        """Return the pipeline ranks that store a tensor, given by its canonical name, with its
+        names in their files: two for a tied embedding where pp > 1 (first and last stage), one per
+        ep rank for experts, else one.
         """
         parsed = names.canonical(name)
         assert parsed is not None
@@ -197,19 +199,21 @@ class ExportPlan:
         return [self._place(0 if first else last, [spell(name)])]
 
     def _place(self, stage: int, names: list[str]) -> TensorPlace:
-        """Place of tensors `names` in a stage. Stage s lies on pipeline rank s mod pp, in its chunk
-        s // pp (interleaved).
+        """Return the place of tensors `names` of a stage. Stage s lies on pipeline rank s mod pp,
+        in its chunk s // pp (interleaved).
         """
         chunk, pp = divmod(stage, self.ranks.pp)
         return TensorPlace(pp, tuple(f"{self._key(chunk)}.{name}" for name in names))
 
     def _key(self, chunk: int) -> str:
-        """Key of a chunk's tensors in a rank's file."""
+        """Return the key of a chunk's tensors in a rank's file: "model", or "model0", "model1", ...
+        with virtual stages.
+        """
         return "model" if self.ranks.virtual_stages == 1 else f"model{chunk}"
 
     def specs(self, pp: int, ep: int, dtype: torch.dtype) -> dict[str, Spec]:
-        """Shape and dtype of each tensor that every tp rank holds at (pp, ep), by its full name in
-        the file.
+        """Return shape and dtype of each tensor that every tp rank holds at (pp, ep), by its full
+        name in the file. `dtype`: of all tensors but those that stay in fp32.
         """
         specs, wide = {}, torch.promote_types(dtype, torch.float32)
         for name, entry in self.entries.items():
@@ -227,8 +231,8 @@ class ExportPlan:
         return specs
 
     def states(self, pp: int, ep: int) -> dict[str, bytes | None]:
-        """Content of each `_extra_state` at (pp, ep), by its full name: the fp8 scaling state of a
-        module with a weight, None where it is empty. No entries in a dialect that stores
+        """Return the content of each `_extra_state` at (pp, ep), by its full name: the fp8 scaling
+        state of a module with a weight, None where it is empty. No entries in a dialect that stores
         none (`stateful`).
         """
         if not self.dialect.stateful:
@@ -262,9 +266,9 @@ class ExportPlan:
         iteration: int,
         states: Mapping[str, bytes | None],
     ) -> dict[str, Any]:
-        """Content of a rank's file at (pp, ep): args, iteration and, in place of each tensor, its
-        Spec. `states`: those of (pp, ep); their sizes hold for these bytes alone, as a pickle of
-        tensors has their addresses in decimal.
+        """Return the content of a rank's file at (pp, ep): args, iteration and, in place of each
+        tensor, its Spec. `states`: the `_extra_state` entries of (pp, ep); their sizes hold for
+        these bytes alone, as a pickle of tensors has their addresses in decimal.
         """
         values: dict[str, Any] = {
             "args": argparse.Namespace(**self.args(dtype, iteration)),
@@ -287,8 +291,9 @@ class ExportPlan:
         return values
 
     def _way(self, full: str) -> list[str]:
-        """Path of keys to a tensor in the file. The legacy classes nest a mapping per module, down
-        to one flat mapping for all layers; Megatron-Core has one flat mapping.
+        """Return the path of keys that leads to a tensor in the file. The legacy classes nest a
+        mapping per module, down to one flat mapping for all layers; Megatron-Core has one flat
+        mapping.
         """
         # model.decoder.layers... -> ["model", "decoder.layers..."]
         key, _, name = full.partition(".")
@@ -300,8 +305,8 @@ class ExportPlan:
         return [key, *name.split(".")]
 
     def args(self, dtype: torch.dtype, iteration: int) -> dict[str, Any]:
-        """Options under `args` in every file: those of the model (arguments.new), of the parallel
-        sizes, and what Megatron requires to load a checkpoint.
+        """Return the options under `args` in every file: those of the model (arguments.new), of the
+        parallel sizes, and what Megatron requires to load a checkpoint.
         """
         ranks, te = self.ranks, self.dialect.grouped
         virtual = ranks.virtual_stages if ranks.virtual_stages > 1 else None
@@ -337,7 +342,7 @@ class ExportPlan:
 
 
 def _is_expert(name: str) -> bool:
-    """True for the canonical name of a tensor of routed experts."""
+    """Return whether a canonical name is of a tensor of routed experts."""
     return ".mlp.experts." in name
 
 

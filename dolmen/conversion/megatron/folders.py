@@ -22,8 +22,8 @@ RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
 
 
 def is_megatron(folder: Path) -> bool:
-    """True if a folder has rank folders (mp_rank_*), or a tracker that names one which has. Raises
-    Refused as `newest`.
+    """Return whether a folder has rank folders (mp_rank_*), or a tracker that names one which has.
+    Raises Refused as `newest`.
     """
     return bool(ranks(folder)) or (folder / TRACKER).is_file() and bool(ranks(newest(folder)))
 
@@ -55,7 +55,7 @@ def names(iteration: int | None) -> tuple[str, str]:
 
 
 def ranks(folder: Path) -> list[Path]:
-    """Folders of ranks in a checkpoint, sorted by name."""
+    """Return the rank folders (mp_rank_*) in a checkpoint, sorted by name."""
     return sorted(p for p in folder.glob("mp_rank_*") if RANK.fullmatch(p.name))
 
 
@@ -73,15 +73,18 @@ class Sizes:
         return ", ".join(f"{n} {size}" for n, size in vars(self).items() if n == "tp" or size > 1)
 
     def name(self, tp: int, pp: int, ep: int) -> str:
-        """Folder name of the rank at (tp, pp, ep); pp and ep are left out where their size is 1."""
+        """Return the folder name of the rank at (tp, pp, ep), such as mp_rank_01_003; pp and ep are
+        left out where their size is 1.
+        """
         name = f"mp_rank_{tp:02d}"
         name += f"_{pp:03d}" if self.pp > 1 else ""
         return name + (f"_{ep:03d}" if self.ep > 1 else "")
 
 
 def sizes(folder: Path, args: Mapping[str, Any]) -> Sizes:
-    """Parallel sizes that `args` state, or else as many as there are rank folders. Raises
-    ValueError where a rank has no folder, or there are more folders than ranks.
+    """Return the parallel sizes of a checkpoint that its `args` state, or else as many as there are
+    rank folders. Raises ValueError where a rank has no folder, or there are more folders than
+    ranks.
     """
     names = {path.name for path in ranks(folder)}
     numbers = [
@@ -111,7 +114,9 @@ def sizes(folder: Path, args: Mapping[str, Any]) -> Sizes:
 
 
 def weights_file(folder: Path) -> Path:
-    """File with the weights in a rank's folder. Raises ValueError where there is none."""
+    """Return the file with the weights in a rank's folder. Raises ValueError where there is
+    none.
+    """
     for name in WEIGHTS:
         if (folder / name).is_file():
             return folder / name

@@ -31,9 +31,9 @@ HEAD, EMBEDDING = "output_layer.weight", "embedding.word_embeddings.weight"
 
 
 def rules(spec: ModelSpec, version: float = 3.0) -> list[Rule]:
-    """Weight rules between Megatron-Core's names and ours. `version`: the checkpoint_version, which
-    decides how q, k and v are interleaved. Raises ValueError for a spec whose layers have no names
-    in Megatron.
+    """Return the weight rules between Megatron-Core's tensor names and ours. `version`: the
+    checkpoint_version, which decides how q, k and v are interleaved. Raises ValueError for a spec
+    whose layers have no names in Megatron.
     """
     ours = "layers.{}."
     gate_up = ("gate", "up")
@@ -64,12 +64,16 @@ def rules(spec: ModelSpec, version: float = 3.0) -> list[Rule]:
 
 
 def _split_gate(hf: str, ours: str) -> Split:
-    """Rule of the fused [gate; up] weight under prefix `hf`, each half sharded by itself."""
+    """Return the rule of the fused [gate; up] weight under the stored prefix `hf` and our prefix
+    `ours`, each half sharded by itself.
+    """
     return Split(hf + "linear_fc1", (ours + "gate", ours + "up"), 1, (1, 1), shard_parts=True)
 
 
 def _mlp(spec: ModelSpec, hf: str, ours: str) -> list[Rule]:
-    """Rules of dense MLP layers. Raises ValueError where some layers are gated and some are not."""
+    """Return the weight rules of dense MLP layers, under the stored prefix `hf` and our prefix
+    `ours`. Raises ValueError where some layers are gated and some are not.
+    """
     gated = {block.mlp.gated for block in spec.blocks if isinstance(block.mlp, MLPSpec)}
     if len(gated) > 1:
         raise ValueError("only some feed-forward layers are gated, which Megatron does not support")
@@ -78,7 +82,9 @@ def _mlp(spec: ModelSpec, hf: str, ours: str) -> list[Rule]:
 
 
 def _mixer(spec: ModelSpec, version: float) -> list[Rule]:
-    """Rules of all attention weights except the output projection. Raises ValueError as `_qkv`."""
+    """Return the weight rules of all attention weights except the output projection. Raises
+    ValueError as `_qkv`.
+    """
     if all(isinstance(block.mixer, LatentAttentionSpec) for block in spec.blocks):
         # all layers have latent attention, or none
         return [Rename(f"{LAYER}{stored}", f"layers.{{}}.attn.{ours}") for stored, ours in LATENT]
@@ -101,8 +107,8 @@ LATENT = (
 
 
 def _qkv(spec: ModelSpec, version: float) -> Split:
-    """Rule of the fused q, k, v weight. Raises ValueError for layers with other mixers or unequal
-    heads, and for grouped queries before checkpoint version 2.
+    """Return the weight rule of the fused q, k, v. Raises ValueError for layers with other mixers
+    or unequal heads, and for grouped queries before checkpoint version 2.
     """
     mixers = [block.mixer for block in spec.blocks]
     heads = {(m.heads, m.kv_heads, m.head_size) for m in mixers if isinstance(m, AttentionSpec)}
@@ -126,8 +132,8 @@ def _qkv(spec: ModelSpec, version: float) -> Split:
 
 
 def weights(spec: ModelSpec, version: float = 3.0) -> dict[str, StoredTensor]:
-    """Canonical name -> which of our parameters the tensor holds. Raises ValueError as `rules`, and
-    KeyError for parameters without a rule.
+    """Return canonical Megatron name -> entry that says which of our parameters the tensor holds
+    and how. Raises ValueError as `rules`, and KeyError for parameters without a rule.
     """
     return entries(rules(spec, version), spec.shapes, spec.layers)
 
@@ -190,7 +196,9 @@ class Dialect:
 
 
 def _replace_start(name: str, starts: Mapping[str, str]) -> str:
-    """Replace the first prefix of `starts` that the name has; the name itself where it has none."""
+    """Return the name with the first prefix of `starts` (old -> new) that it has replaced; the name
+    itself where it has none.
+    """
     for start, canonical_start in starts.items():
         if name.startswith(start):
             return canonical_start + name.removeprefix(start)
@@ -274,14 +282,16 @@ class Name:
     expert: int | None = None
 
     def with_layers_before(self, layers: int) -> str:
-        """Full name in the whole model, where `layers` layers precede those of its file."""
+        """Return the full canonical name in the whole model, where `layers` layers precede those of
+        its file.
+        """
         return self.rest if self.layer is None else f"{self.start}{self.layer + layers}.{self.rest}"
 
 
 def canonical(stored: str) -> Name | None:
-    """Parse a stored name of any dialect; layer and expert are counted as in its own file. A name
-    outside of layers has layer None, an unknown one stays as it is. None for names that hold no
-    parameter, such as `_extra_state`.
+    """Parse a stored tensor name of any Megatron dialect; layer and expert are counted as in its
+    own file. A name outside of layers has layer None, an unknown one stays as it is. None for names
+    that hold no parameter, such as `_extra_state`.
     """
     if IGNORED.fullmatch(stored):
         return None
@@ -301,7 +311,9 @@ def canonical(stored: str) -> Name | None:
 
 
 def _first(spellings: tuple[tuple[str, str], ...], name: str) -> str:
-    """Replace the first of `spellings` (pattern, canonical prefix) that the name starts with."""
+    """Return the name with the part that the first matching of `spellings` (pattern, canonical
+    prefix) matches at its start replaced; unchanged if none matches.
+    """
     for pattern, canonical_start in spellings:
         if match := re.match(pattern, name):
             return canonical_start + name[match.end() :]

@@ -107,9 +107,9 @@ class MegatronOptions(dict[str, Any]):
     """Options by name; options that were not given are None."""
 
     def __missing__(self, name: str) -> None:
-        """None: the option was not given."""
+        """Return None for an option that was not given."""
         return None
 
     def first(self, *names: str, default: Any = None) -> Any:
-        """Value of the first of `names` that is given, else `default`."""
+        """Return the value of the first of the options `names` that is given, else `default`."""
         return next((self[name] for name in names if self[name] is not None), default)

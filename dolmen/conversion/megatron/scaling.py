@@ -38,9 +38,10 @@ TENSORS = ("amax_history_fwd", "scale_fwd", "amax_history_bwd", "scale_bwd")
 
 
 def read_extra_state(state: bytes, where: Path) -> list[Scaling]:
-    """Decode a module's `_extra_state`: the scaling state of each of its products, empty where it
-    has not used delayed scaling. `where`: file that the bytes are from, for errors. Raises Refused
-    for shapes that do not fit each other and for scales that are not positive and finite.
+    """Decode a Transformer Engine module's `_extra_state`: return the fp8 scaling state of each of
+    its products, empty where it has not used delayed scaling. `where`: file that the bytes are
+    from, for errors. Raises Refused for shapes that do not fit each other and for scales that are
+    not positive and finite.
     """
     if not state:
         return []
@@ -112,8 +113,8 @@ class Kept:
     """Position and length of the archive in the file whose content is a list of this one value."""
 
     def read(self) -> list[Scaling]:
-        """Read the scaling state of each product of the module; empty where there is none. Raises
-        Refused where it is not bytes.
+        """Read the `_extra_state` and return the scaling state of each product of the module; empty
+        where there is none. Raises Refused where it is not bytes.
         """
         value = self.value
         if self.part is not None:
@@ -139,8 +140,8 @@ States = Mapping[str, Mapping[int, list[Kept]]]
 
 
 def product(stored: str) -> Name | None:
-    """Canonical name of the weight next to which an `_extra_state` is stored; None if `stored`
-    names no such state.
+    """Return the canonical name of the weight next to which an `_extra_state` is stored; None if
+    the name `stored` is not of such a state.
     """
     match = STATE.fullmatch(stored)
     if match is None:
@@ -159,8 +160,9 @@ def place(
     experts: int,
     states: dict[str, dict[int, list[Kept]]],
 ) -> None:
-    """Add the `_extra_state` entries in `content`, the chunk of rank (tp, pp, ep), to `states`.
-    `before`: number of layers in front of the chunk; `experts`: number on this rank.
+    """Add the places of all `_extra_state` entries in `content`, the chunk of rank (tp, pp, ep)
+    `at` in `file`, to `states`. `before`: number of layers in front of the chunk; `experts`: number
+    on this rank.
     """
     for stored, value in torch_files.leaves(content):
         name = product(stored)
@@ -175,8 +177,8 @@ def place(
 def read_scales(
     states: States, entries: Mapping[str, StoredTensor], spec: ModelSpec
 ) -> dict[str, Scaling]:
-    """Scaling state of each of our weights that has one. Raises Refused for malformed states, and
-    for numbers of experts or ranks that do not fit the weights.
+    """Return our weight's name -> fp8 scaling state, for those that have one in `states`. Raises
+    Refused for malformed states, and for numbers of experts or ranks that do not fit the weights.
     """
     scales: dict[str, Scaling] = {}
     for name, entry in entries.items():
@@ -189,8 +191,8 @@ def read_scales(
 
 
 def _join_scaling(name: str, states: Mapping[int, list[Kept]], param: ParamSpec) -> Scaling | None:
-    """Join the states of one weight from all tp ranks (largest amax) and experts (stacked); None
-    where all are empty. Raises Refused where ranks differ, or experts are missing.
+    """Return the scaling state of one weight, joined from all tp ranks (largest amax) and experts
+    (stacked); None where all are empty. Raises Refused where ranks differ, or experts are missing.
     """
     scalings: list[Scaling] = []
     for first in sorted(states):
@@ -221,8 +223,8 @@ def _join_scaling(name: str, states: Mapping[int, list[Kept]], param: ParamSpec)
 
 
 def products(scales: Scales, entry: StoredTensor) -> list[Scaling]:
-    """Scaling states of the products that Megatron makes of a stored tensor, one per expert; empty
-    where one of our parameters in it has none.
+    """Return the fp8 scaling states of the products that Megatron makes of a stored tensor, one per
+    expert; empty where one of our parameters in it has none.
     """
     parts = [scales[name] for name in entry.ours if name in scales]
     # q has a scale and k has none: then the product has none
@@ -236,8 +238,8 @@ def products(scales: Scales, entry: StoredTensor) -> list[Scaling]:
 
 
 def share_scales(scales: Scales, entries: Mapping[str, StoredTensor]) -> dict[str, Scaling]:
-    """Scales as they are read back from Megatron: our weights that it multiplies as one product (q,
-    k, v) share one scale.
+    """Return the scales as they are read back from Megatron: our weights that it multiplies as one
+    product (q, k, v) share one scale.
     """
     shares: dict[str, Scaling] = {}
     for entry in entries.values():

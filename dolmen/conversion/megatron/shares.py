@@ -34,9 +34,9 @@ TENSOR = re.compile(r"(.*mlp\.experts\.)weight([12])")
 
 
 def split_experts(tensors: Mapping[str, Stored], hidden: int, experts: int) -> dict[str, Stored]:
-    """Split GroupedMLP's stacked tensors of a rank into one [out, in] matrix per expert, named as
-    SequentialMLP does; other tensors are returned as they are. `experts`: on this rank. Raises
-    Refused where the size is not that of so many experts.
+    """Return a rank's stored tensors with GroupedMLP's stacked ones split into one [out, in] matrix
+    per expert, named as SequentialMLP does; other tensors are unchanged. `experts`: on this rank.
+    Raises Refused where the size is not that of so many experts.
     """
     split: dict[str, Stored] = {}
     for name, stored in tensors.items():
@@ -52,8 +52,8 @@ def split_experts(tensors: Mapping[str, Stored], hidden: int, experts: int) -> d
 def _split_stacked(
     stored: Stored, first: bool, hidden: int, experts: int
 ) -> Iterator[tuple[int, Stored]]:
-    """Yield (expert, place of its matrix) of a stacked tensor, as strided views into the file.
-    `first`: of weight1, which is stored transposed.
+    """Yield (expert, place of its matrix) for a stacked tensor, as strided views into the file.
+    `first`: it is weight1, which is stored transposed.
     """
     # experts x hidden x width numbers (weight1: gate and up count as width)
     width, left = divmod(math.prod(stored.spec.shape), max(1, experts * hidden))
@@ -83,8 +83,9 @@ class Share:
     """True if rows are padded so that all ranks have equally many (the vocabulary)."""
 
     def shape(self, full: Shape, size: int) -> Shape:
-        """Shape of one rank's part of a tensor of shape `full`, padding included. Raises
-        ValueError where the dim is not divisible by blocks x `size` ranks.
+        """Return the shape of one rank's part of a tensor of shape `full` (padding included),
+        sharded over `size` ranks. Raises ValueError where the dim is not divisible by blocks x
+        `size`.
         """
         if self.dim is None:
             return full
@@ -93,15 +94,15 @@ class Share:
         return tuple(n // size if i == self.dim else n for i, n in enumerate(full))
 
     def full_shape(self, shape: Shape, size: int) -> Shape:
-        """The inverse of `shape`: shape of the tensor, padding included, whose `size` ranks hold
-        parts of `shape`.
+        """Return the shape of the tensor, padding included, whose `size` ranks hold parts of
+        `shape`: the inverse of `shape`.
         """
         if self.dim is None:
             return shape
         return tuple(n * size if i == self.dim else n for i, n in enumerate(shape))
 
     def cut(self, tensor: Shaped[Tensor, "*whole"], rank: int, size: int) -> Tensor:
-        """Return the part of `rank` of `size` ranks; the tensor is padded already."""
+        """Return the part of `tensor` (padded already) that rank `rank` of `size` ranks holds."""
         if self.dim is None:
             return tensor
         blocks = tensor.chunk(self.blocks, self.dim)
@@ -128,7 +129,9 @@ def share(entry: StoredTensor, param: ParamSpec) -> Share:
 
 
 def _blocks(rule: Rule) -> int:
-    """Number of equal parts that are sharded one by one: 2 for [gate; up], else 1."""
+    """Return how many equal parts of a stored tensor are sharded one by one: 2 for [gate; up], else
+    1.
+    """
     match rule:
         case Each(inner):
             return _blocks(inner)
@@ -138,6 +141,8 @@ def _blocks(rule: Rule) -> int:
 
 
 def pad(tensor: Shaped[Tensor, "*table"], rows: int) -> Tensor:
-    """Pad a table to `rows` rows with copies of its last row, as Megatron's own converter does."""
+    """Return a table padded to `rows` rows with copies of its last row, as Megatron's own converter
+    does.
+    """
     more = rows - len(tensor)
     return torch.cat([tensor, tensor[-1:].expand(more, *tensor.shape[1:])]) if more else tensor

@@ -42,22 +42,22 @@ class Shards:
 
     name: str
     """Name in the first rank's file."""
-    held: dict[int, dict[int, Stored]] = field(default_factory=dict)
+    by_rank: dict[int, dict[int, Stored]] = field(default_factory=dict)
     """tp rank -> expert (0 for tensors without experts) -> place in a file."""
 
     def add(self, rank: int, expert: int, stored: Stored) -> None:
         """Add the stored tensor of an expert (0 without experts) on tensor-parallel `rank`. Raises
         ValueError where that one is there already.
         """
-        values = self.held.setdefault(rank, {})
+        values = self.by_rank.setdefault(rank, {})
         if expert in values:
             raise ValueError(f"{stored.file} has {stored.name} twice, under two names")
         values[expert] = stored
 
     @property
     def stored(self) -> list[Stored]:
-        """Stored tensors of all ranks and experts."""
-        return [value for rank in self.held.values() for value in rank.values()]
+        """Places of the tensor's parts in files, of all ranks and experts."""
+        return [value for rank in self.by_rank.values() for value in rank.values()]
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,9 @@ class MegatronCheckpoint:
 
 
 def read_checkpoint(folder: Path) -> MegatronCheckpoint:
-    """Read the pickles of all ranks, no tensors yet. Raises ValueError for ranks that are missing,
-    damaged, of another iteration, or whose experts are sharded over another tp size than the rest.
+    """Read the pickles of all ranks of a Megatron checkpoint, no tensors yet. Raises ValueError for
+    ranks that are missing, damaged, of another iteration, or whose experts are sharded over another
+    tp size than the rest.
     """
     # any rank's file has the args
     first, *_ = folders.ranks(folder)
@@ -139,19 +140,19 @@ def read_checkpoint(folder: Path) -> MegatronCheckpoint:
 
 
 def _values(file: Path) -> Mapping[str, Any]:
-    """Read a rank's file: options, iteration and the places of tensors. Raises Refused for a file
-    that is not what Megatron saves.
+    """Return the content of a rank's file: options, iteration and the places of tensors. Raises
+    Refused for a file that is not what Megatron saves.
     """
     values = torch_files.load(file)
     if not isinstance(values, Mapping) or not _chunks(values):
         raise gate.refuse(file, "has no `model` entry, which files of Megatron have")
-    check_said(values, file)
+    check_common(values, file)
     return values
 
 
-def check_said(values: Mapping[str, Any], file: Path) -> None:
-    """Check the args, checkpoint version and iteration against their schemas. Raises Refused for a
-    file without args, or with values that Megatron does not save.
+def check_common(values: Mapping[str, Any], file: Path) -> None:
+    """Check args, checkpoint version and iteration in a file's values against their schemas. Raises
+    Refused for a file without args, or with values that Megatron does not save.
     """
     args = values.get("args")
     if not isinstance(args, torch_files.Namespace):
@@ -168,15 +169,17 @@ ITERATION = Annotated[int, Interval(ge=0, le=2**40)]
 
 
 def _chunks(values: Mapping[str, Any]) -> list[str]:
-    """Keys of the chunks of layers in a rank's file: `model`, or `model0`, `model1`, ... with
-    virtual stages.
+    """Return the keys of the chunks of layers in a rank's file: `model`, or `model0`, `model1`, ...
+    with virtual stages.
     """
     keys = [key for key in values if isinstance(key, str) and CHUNK.fullmatch(key)]
     return sorted(keys, key=lambda key: int(key.removeprefix("model") or 0))
 
 
 def _is_legacy(values: Mapping[str, Any]) -> bool:
-    """True if the tensors are those of Megatron's own classes from before Megatron-Core."""
+    """Return whether a rank file's tensors are those of Megatron's own classes from before
+    Megatron-Core.
+    """
     model = values[_chunks(values)[0]]
     return isinstance(model, Mapping) and "language_model" in model
 
@@ -187,9 +190,9 @@ def _shards(
     sizes: Sizes,
     states: dict[str, dict[int, list[Kept]]],
 ) -> tuple[dict[str, Shards], int]:
-    """Collect every tensor of the model from all ranks: (canonical name -> files, number of
-    layers). Adds the `_extra_state` of fp8 modules to `states`. Raises ValueError where ranks lack
-    a part of the model that others have.
+    """Collect every tensor of the model from all ranks; return canonical name -> its files, and the
+    number of layers. Adds the `_extra_state` of fp8 modules to `states`. Raises ValueError where
+    ranks lack a part of the model that others have.
     """
     shards: dict[str, Shards] = {}
     # `before`: layers in all earlier stages and chunks
@@ -219,8 +222,8 @@ def _add_chunk(
     tensors: Mapping[str, Stored], at: tuple[int, int, int], before: int, shards: dict[str, Shards]
 ) -> int:
     """Add a rank's tensors of one chunk of layers to `shards`, with layers numbered from `before`;
-    `at` is its (tp, pp, ep). Returns the number of layers in the chunk. Non-expert tensors are
-    taken from ep rank 0 only: the others have copies.
+    `at` is its (tp, pp, ep). Return the number of layers in the chunk. Non-expert tensors are taken
+    from ep rank 0 only: the others have copies.
     """
     tp, _, ep = at
     here = 0
@@ -255,7 +258,7 @@ class Megatron(Joined):
 
     @property
     def title(self) -> str:
-        """Folder, kind and parallel sizes of the checkpoint."""
+        """Text with folder, kind and parallel sizes of the checkpoint."""
         checkpoint = self.checkpoint
         if checkpoint.kind:
             return f"{self.where}, a {checkpoint.kind} checkpoint of Megatron"
@@ -278,7 +281,7 @@ class Megatron(Joined):
 
     @property
     def moments(self) -> Moments | None:
-        """AdamW's moments and update count, None where there are none. Raises ValueError where the
+        """AdamW's moments and update count; None where none are stored. Raises ValueError where the
         state is in a form that is not read, incomplete, or without an update count.
         """
         state = self.checkpoint.state
@@ -305,8 +308,8 @@ class Megatron(Joined):
         return scaling.read_scales(self.checkpoint.states, self._entries, self.spec)
 
     def _replace_shards(self, shards: Mapping[str, Shards], moment: bool = False) -> "Megatron":
-        """Return the source that reads other tensors (fp32 masters, or with `moment` Adam's
-        moments) by the same names and shapes.
+        """Return the source with other tensors (fp32 masters, or with `moment` one of Adam's
+        moments) under the same names and shapes.
         """
         return replace(
             self, checkpoint=replace(self.checkpoint, shards=dict(shards)), moment=moment
@@ -314,7 +317,9 @@ class Megatron(Joined):
 
     @property
     def specs(self) -> Mapping[str, Spec]:
-        """Shape and dtype of each parameter as it is read. Raises as `_checked`."""
+        """Shape and dtype of each parameter as it is read (of moments: of each trained one). Raises
+        KeyError or ValueError where stored tensors do not fit the model.
+        """
         return {
             name: Spec(param.shape, self._dtype(self._holding[name].hf))
             for name, param in self.spec.params.items()
@@ -322,8 +327,8 @@ class Megatron(Joined):
         }
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (our name, tensor), joined from all ranks. Raises ValueError too where the last
-        stage's copy of a tied embedding differs.
+        """Yield (our name, tensor) of every parameter, or of those in `only`, joined from all
+        ranks. Raises ValueError too where the last stage's copy of a tied embedding differs.
         """
         return assemble([self._entries[name] for name in self._compared], self._tensor, only)
 
@@ -338,7 +343,7 @@ class Megatron(Joined):
         return {name: entry for name, entry in entries.items() if self._is_trained(entry)}
 
     def _is_trained(self, entry: StoredTensor) -> bool:
-        """True if the entry's parameters are trained, and so have moments."""
+        """Return whether the entry's parameters are trained, and so have moments."""
         return self.spec.params[entry.ours[0]].trained
 
     @cached_property
@@ -347,8 +352,9 @@ class Megatron(Joined):
         return {ours: entry for entry in self._entries.values() for ours in entry.ours}
 
     def _share(self, name: str) -> Share:
-        """How tp ranks shard the tensor. Latent down-projections are whole on each rank or sharded
-        by rows, depending on who saved them: their stored shape decides.
+        """Return how tp ranks shard the tensor with this canonical name. Latent down-projections
+        are whole on each rank or sharded by rows, depending on who saved them: their stored shape
+        decides.
         """
         entry = self._entries[name]
         share = shares.share(entry, self.spec.params[entry.ours[0]])
@@ -390,12 +396,12 @@ class Megatron(Joined):
         entry, share, tp = self._entries[name], self._share(name), self.checkpoint.sizes.tp
         # one element if all ranks and experts agree
         specs = {shard.spec for shard in shards.stored}
-        experts = {tuple(sorted(rank)) for rank in shards.held.values()}
+        experts = {tuple(sorted(rank)) for rank in shards.by_rank.values()}
         first = shards.stored[0]
-        if sorted(shards.held) != list(range(tp)) or len(specs) > 1 or len(experts) > 1:
+        if sorted(shards.by_rank) != list(range(tp)) or len(specs) > 1 or len(experts) > 1:
             raise ValueError(
                 f"{self.where}: {shards.name} has different shapes on the {tp} tp ranks: "
-                f"{sorted(str(spec.shape) for spec in specs)} on {len(shards.held)}"
+                f"{sorted(str(spec.shape) for spec in specs)} on {len(shards.by_rank)}"
             )
         # ours is one tensor of all experts
         stacked = len(entry.shape) == len(first.spec.shape) + 1
@@ -417,15 +423,15 @@ class Megatron(Joined):
             )
 
     def _tensor(self, name: str) -> Tensor:
-        """Read a tensor, joined from all ranks; 1 is added to norm weights that are stored less
-        1.
+        """Read the tensor with this canonical name, joined from all ranks; 1 is added to norm
+        weights that are stored less 1.
         """
         full = self._join(name, self._checked[name])
         return full.to(self._dtype(name)) + 1 if self._is_shifted(name) else full
 
     def _is_shifted(self, name: str) -> bool:
-        """True for a norm weight that is stored less 1 (zero-centered gamma). Its moments are not
-        shifted: the gradient is the same.
+        """Return whether a tensor is a norm weight that is stored less 1 (zero-centered gamma). Its
+        moments are not shifted: the gradient is the same.
         """
         param = self.spec.params[self._entries[name].ours[0]]
         return (
@@ -435,16 +441,18 @@ class Megatron(Joined):
         )
 
     def _dtype(self, name: str) -> torch.dtype:
-        """Dtype of the tensor as it is read: at least fp32 for shifted norms, since 1 + w needs
-        more digits than w.
+        """Return the dtype of a tensor as it is read: as stored, but at least fp32 for shifted
+        norms, since 1 + w needs more digits than w.
         """
         stored = self._checked[name].stored[0].spec.dtype
         return torch.promote_types(stored, torch.float32) if self._is_shifted(name) else stored
 
     def _join(self, name: str, shards: Shards) -> Tensor:
-        """Join the parts of all ranks to the shape of its entry."""
+        """Read the parts of a tensor on all ranks and return them joined, without padding rows, in
+        the shape of its entry.
+        """
         entry, share = self._entries[name], self._share(name)
-        ranks = [shards.held[tp] for tp in sorted(shards.held)]
+        ranks = [shards.by_rank[tp] for tp in sorted(shards.by_rank)]
         if share.dim is None:
             # replicated: rank 0's copy is that of all
             ranks = ranks[:1]
@@ -480,9 +488,10 @@ class Megatron(Joined):
 def open_megatron(
     folder: Path, model: ModelConfig | None = None, rows: int | None = None
 ) -> Megatron:
-    """Open the checkpoint in the folder of an iteration. The model is `model`, else the config.json
-    next to it, else what its `args` say, with a vocabulary of `rows` tokens or of the tokenizer
-    next to it. Raises ValueError where no file states the vocabulary, and as `read_checkpoint`.
+    """Open the checkpoint in the folder of an iteration as a source. The model is `model`, else the
+    config.json next to it, else what its `args` say, with a vocabulary of `rows` tokens or of the
+    tokenizer next to it. Raises ValueError where no file states the vocabulary, and as
+    `read_checkpoint`.
     """
     return source_of(read_checkpoint(folder), model, rows)
 
@@ -490,7 +499,7 @@ def open_megatron(
 def source_of(
     checkpoint: MegatronCheckpoint, model: ModelConfig | None = None, rows: int | None = None
 ) -> Megatron:
-    """Make a source of a checkpoint whose pickles are read; see `open_megatron`."""
+    """Return a source of a checkpoint whose pickles are read; see `open_megatron`."""
     place = sidecars.place(checkpoint.folder)
     if model is None:
         model = _model(checkpoint, place, rows)
