@@ -128,6 +128,7 @@ class Recorder:
     """Collects the tensors of one rank."""
 
     def __init__(self, rank: int = 0):
+        """Start with no tensors. `rank`: this process's, stored with what it records."""
         self.rank, self.tensors = rank, Tensors()
 
     def add(

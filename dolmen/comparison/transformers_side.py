@@ -121,6 +121,9 @@ class _TransformersHooks:
     """
 
     def __init__(self, network: Any, model: ModelConfig, recorder: Recorder, gradients: bool):
+        """Look up which modules of `network` hold which parameters of `model`; no hook is
+        registered yet.
+        """
         self.network, self.model = network, model
         self.recorder, self.gradients = recorder, gradients
         self.modules: dict[str, nn.Module] = dict(network.named_modules())

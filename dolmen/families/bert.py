@@ -167,13 +167,17 @@ def read_bert(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_bert(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a BERT config.json for a spec; architectures determines its head."""
+    """Return the fields of a BERT config.json that `common.write` does not state: table sizes, and
+    architectures, which determines the head.
+    """
     architecture = BOTH if follows(spec) else MASKED
     return {**write_encoder(spec), "architectures": [architecture]}
 
 
 def bert_rules(spec: ModelSpec) -> list[Rule]:
-    """Return the weight rules of BERT; the logits' bias is stored as cls.predictions.bias."""
+    """Return the rules that map BERT's stored tensors to our parameters; the logits' bias is stored
+    as cls.predictions.bias.
+    """
     logits = Rename("cls.predictions", "head", weight="decoder.weight")
     return encoder_rules("bert", BERT_HEAD, logits)
 
@@ -228,13 +232,15 @@ def read_roberta(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_roberta(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a RoBERTa config.json for a spec."""
+    """Return the fields of a RoBERTa config.json that `common.write` does not state: table sizes
+    and pad_token_id.
+    """
     table = expect(spec.embedding.positions, PositionTable, "positions")
     return {**write_encoder(spec), PADDING: table.padding}
 
 
 def roberta_rules(spec: ModelSpec) -> list[Rule]:
-    """Return the weight rules of RoBERTa."""
+    """Return the rules that map RoBERTa's stored tensors to our parameters."""
     return encoder_rules(
         "roberta", ROBERTA_HEAD, Rename("lm_head", "head", weight="decoder.weight")
     )

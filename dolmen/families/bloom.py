@@ -52,7 +52,9 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a BLOOM config.json that `common.write` does not state."""
+    """Return the field of a BLOOM config.json that `common.write` does not state:
+    apply_residual_connection_post_layernorm.
+    """
     return {"apply_residual_connection_post_layernorm": spec.blocks[0].arrangement == NORMED}
 
 

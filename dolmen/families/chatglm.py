@@ -93,8 +93,8 @@ def _blanks(config: dict[str, Any]) -> BlankInfilling:
 
 
 def write_chatglm(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a ChatGLM-6B config.json for a spec; ids of version 0.1 go to the field
-    special_tokens.
+    """Return the fields of a ChatGLM-6B config.json that `common.write` does not state, the ids of
+    special tokens; those of version 0.1 go to the field special_tokens.
     """
     blanks = expect(spec.blanks, BlankInfilling, "blanks")
     ids = {mask.name: mask.token for mask in blanks.masks}
@@ -250,7 +250,9 @@ def assume_chatglm2(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def write_chatglm2(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a ChatGLM2 config.json for a spec."""
+    """Return the fields of a ChatGLM2 config.json that `common.write` does not state: grouped
+    queries, biases and rope_ratio.
+    """
     mixer = common.attention(spec)
     rope = expect(mixer.positions, RopeSpec, "positions")
     divided = rope.scaling.factor if isinstance(rope.scaling, LinearScaling) else None

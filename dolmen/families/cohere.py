@@ -35,7 +35,9 @@ def read_cohere(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_cohere(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Command R config.json for a spec."""
+    """Return the fields of a Command R config.json that `common.write` does not state: use_qk_norm
+    and logit_scale.
+    """
     mixer = common.attention(spec)
     return {"use_qk_norm": mixer.qk_norm is not None, "logit_scale": spec.head.scale}
 

@@ -227,8 +227,9 @@ METHODS = get_args(Method)
 
 
 def read_deepseek_v2(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of a DeepSeek-V2 config.json. Raises ValueError if heads do not divide the
-    width, as transformers does, though nothing depends on it.
+    """Return the spec of a DeepSeek-V2 config.json: latent attention, a softmax router, 6 experts
+    per token if not stated. Raises ValueError if heads do not divide the width, as transformers
+    does, though nothing depends on it.
     """
     common.head_size(config, FIELDS)
     stated = config["num_experts_per_tok"]
@@ -331,7 +332,9 @@ def read_deepseek_v3(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_deepseek_v3(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a DeepSeek-V3 config.json that `common.write` does not state."""
+    """Return the fields of a DeepSeek-V3 config.json that `common.write` does not state: those
+    shared with V2, rope_interleave, and the expert groups if it has MoE layers.
+    """
     positions = expect(spec.blocks[0].mixer.positions, RopeSpec, "positions")
     groups = {}
     for layer in common.sparse_layers(spec)[:1]:

@@ -124,8 +124,9 @@ def _kv_heads(config: dict[str, Any]) -> int:
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of a Falcon config.json. Raises ValueError for ALiBi with fewer key-value
-    heads than query heads.
+    """Return the spec of a Falcon config.json: LayerNorms, a plain feed-forward layer, rope or
+    ALiBi, and the block arrangement that its flags state. Raises ValueError for ALiBi with fewer
+    key-value heads than query heads.
     """
     heads, kv_heads = config["num_attention_heads"], _kv_heads(config)
     size, bias = common.head_size(config, FIELDS), bool(config["bias"])
@@ -147,7 +148,9 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Falcon config.json that `common.write` does not state."""
+    """Return the fields of a Falcon config.json that `common.write` does not state: flags of its
+    architecture, biases and ALiBi, and rope_parameters.
+    """
     mixer, arrangement = common.attention(spec), spec.blocks[0].arrangement
     # only the new architecture has two norms, or groups of queries
     grouped = arrangement == ParallelResidual(2) or mixer.kv_heads not in (1, mixer.heads)

@@ -92,7 +92,9 @@ NORMS = {
 
 
 def gemma2_windows(config: dict[str, Any]) -> list[int | None]:
-    """Return the window of each layer: by layer_types, or else on layers 0, 2, 4, ..."""
+    """Return the window of each layer in tokens (None: full attention): by layer_types, or else on
+    layers 0, 2, 4, ...
+    """
     layers = range(config["num_hidden_layers"])
     return common.typed_windows(config, [common.FULL if i % 2 else common.SLIDING for i in layers])
 

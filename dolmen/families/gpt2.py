@@ -133,7 +133,9 @@ def read_gpt_bigcode(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_gpt_bigcode(spec: ModelSpec) -> dict[str, Any]:
-    """Return the field of a StarCoder config.json that `common.write` does not state."""
+    """Return the field of a StarCoder config.json that `common.write` does not state:
+    multi_query.
+    """
     return {"multi_query": common.attention(spec).kv_heads == 1}
 
 

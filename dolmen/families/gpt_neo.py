@@ -116,7 +116,7 @@ def write_gpt_neo(spec: ModelSpec) -> dict[str, Any]:
 
 
 def gpt_neo_rules(spec: ModelSpec) -> list[Rule]:
-    """Return the weight rules of GPT-Neo."""
+    """Return the rules that map GPT-Neo's stored tensors to our parameters."""
     attention = LAYER + "attn.attention."
     return gpt2.gpt2_like_rules(
         [
@@ -191,7 +191,9 @@ def read_gpt_neox(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_gpt_neox(spec: ModelSpec) -> dict[str, Any]:
-    """Return the field of a GPT-NeoX config.json that `common.write` does not state."""
+    """Return the field of a GPT-NeoX config.json that `common.write` does not state:
+    use_parallel_residual.
+    """
     return {"use_parallel_residual": spec.blocks[0].arrangement == ParallelResidual(2)}
 
 
@@ -267,7 +269,9 @@ def read_gptj(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_gptj(spec: ModelSpec) -> dict[str, Any]:
-    """Return the field of a GPT-J config.json that `common.write` does not state."""
+    """Return the field of a GPT-J or CodeGen config.json that `common.write` does not state:
+    rotary_dim.
+    """
     return {"rotary_dim": expect(common.attention(spec).positions, RopeSpec, "positions").size}
 
 
@@ -279,7 +283,7 @@ GPTJ_MATRICES = (
 
 
 def gptj_rules(spec: ModelSpec) -> list[Rule]:
-    """Return the weight rules of GPT-J."""
+    """Return the rules that map GPT-J's stored tensors to our parameters."""
     qkv = (Rename(f"{LAYER}attn.{part}_proj", f"{OURS}attn.{part}") for part in "qkv")
     return gpt2.gpt2_like_rules([*qkv, *GPTJ_MATRICES], first="norm")
 

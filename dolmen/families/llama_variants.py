@@ -79,13 +79,15 @@ INTERNLM2_FIELDS = llama.drop_fields(llama.FIELDS, "head_dim")
 
 
 def read_internlm2(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of an InternLM 2 config.json; `bias` puts biases on q, k, v and o."""
+    """Return the spec of an InternLM 2 config.json: Llama, where `bias` puts biases on q, k, v and
+    o.
+    """
     bias = config["bias"]
     return llama.read_llama_like({**config, "head_dim": None}, qkv_bias=bias, o_bias=bias)
 
 
 def write_internlm2(spec: ModelSpec) -> dict[str, Any]:
-    """Return the field of an InternLM 2 config.json that `common.write` does not state."""
+    """Return the field of an InternLM 2 config.json that `common.write` does not state: bias."""
     return {"bias": common.attention(spec).q_bias}
 
 
@@ -166,8 +168,8 @@ MISTRAL = replace(
 
 
 def read_mixtral(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of a Mixtral config.json: every layer is MoE; `intermediate_size` is an
-    expert's width.
+    """Return the spec of a Mixtral config.json: Mistral with every layer MoE; `intermediate_size`
+    is an expert's width.
     """
     layer = experts.read(config, config["intermediate_size"], normalise=True)
     return llama.read_llama_like(
@@ -226,7 +228,9 @@ def read_stablelm(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_stablelm(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a StableLM config.json that `common.write` does not state."""
+    """Return the fields of a StableLM config.json that `common.write` does not state: use_qkv_bias,
+    qk_layernorm and use_parallel_residual.
+    """
     mixer = common.attention(spec)
     return {
         "use_qkv_bias": mixer.q_bias,
@@ -294,8 +298,8 @@ STARCODER2_FIELDS = llama.fields_with(STARCODER2_EPS)
 
 
 def read_starcoder2(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of a StarCoder2 config.json; `use_bias` puts biases on all linears but the
-    head.
+    """Return the spec of a StarCoder2 config.json: Llama with LayerNorms, a plain feed-forward
+    layer and one window for all layers; `use_bias` puts biases on all linears but the head.
     """
     bias = config["use_bias"]
     plain = common.plain_mlp(config, STARCODER2_FIELDS, bias)
@@ -310,12 +314,12 @@ def read_starcoder2(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_starcoder2(spec: ModelSpec) -> dict[str, Any]:
-    """Return the field of a StarCoder2 config.json that `common.write` does not state."""
+    """Return the field of a StarCoder2 config.json that `common.write` does not state: use_bias."""
     return {"use_bias": common.attention(spec).q_bias}
 
 
 def starcoder2_rules(spec: ModelSpec) -> list[Rule]:
-    """Return the weight rules of StarCoder2."""
+    """Return the rules that map StarCoder2's stored tensors to our parameters."""
     names = {"mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
     renames = [Rename(llama.LAYER + hf, f"layers.{{}}.{ours}") for hf, ours in names.items()]
     return llama.llama_like_rules(spec, instead=renames)

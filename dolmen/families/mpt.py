@@ -98,7 +98,9 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of an MPT config.json that `common.write` does not state."""
+    """Return the fields of an MPT config.json that `common.write` does not state: expansion_ratio
+    and attn_config.
+    """
     mixer = common.attention(spec)
     return {
         "expansion_ratio": _ratio(common.mlp(spec).size, spec.hidden_size),

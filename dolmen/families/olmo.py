@@ -99,8 +99,9 @@ NUMBER = "num_experts"
 
 
 def read_olmoe(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of an OLMoE config.json: every layer is MoE. `intermediate_size` is an
-    expert's width; `attention_bias` puts biases on q, k, v and o.
+    """Return the spec of an OLMoE config.json: every layer is MoE, q and k norms are over the width
+    of all heads, q, k, v are clipped if stated. `intermediate_size` is an expert's width;
+    `attention_bias` puts biases on q, k, v and o.
     """
     size, bias = config["intermediate_size"], bool(config["attention_bias"])
     sparse = experts.read(config, size, config["norm_topk_prob"], NUMBER)

@@ -82,7 +82,9 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of an OPT config.json that `common.write` does not state."""
+    """Return the fields of an OPT config.json that `common.write` does not state: embedding width,
+    places of norms, biases and affine norms.
+    """
     mlp, before = common.mlp(spec), spec.blocks[0].arrangement == SequentialResidual()
     return {
         "word_embed_proj_dim": spec.width,

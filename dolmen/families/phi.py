@@ -43,12 +43,14 @@ def read_phi(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_phi(spec: ModelSpec) -> dict[str, Any]:
-    """Return the field of a Phi config.json that `common.write` does not state."""
+    """Return the field of a Phi-1, 1.5 or 2 config.json that `common.write` does not state:
+    qk_layernorm.
+    """
     return {"qk_layernorm": common.attention(spec).qk_norm is not None}
 
 
 def phi_rules(spec: ModelSpec) -> list[Rule]:
-    """Return the weight rules of Phi-1, 1.5 and 2."""
+    """Return the rules that map the stored tensors of Phi-1, 1.5 and 2 to our parameters."""
     names = {
         "self_attn.dense": "attn.o",
         "self_attn.q_layernorm": "attn.q_norm",

@@ -110,8 +110,8 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Qwen config.json that `common.write` does not state. Raises ValueError
-    for another rope scaling than Qwen's.
+    """Return the fields of a Qwen config.json that `common.write` does not state: widths, biases,
+    rope's base and its scaling. Raises ValueError for another rope scaling than Qwen's.
     """
     mixer, mlp = common.attention(spec), common.mlp(spec)
     turned = expect(mixer.positions, RopeSpec, "positions")

@@ -32,8 +32,9 @@ FIELDS = llama.change_fields(
 
 
 def qwen2_windows(config: dict[str, Any]) -> list[int | None]:
-    """Return the window of each layer: by layer_types, or else on layers from max_window_layers on,
-    if use_sliding_window is set. Raises ValueError naming the field that does not fit.
+    """Return the window of each layer in tokens (None: full attention): by layer_types, or else on
+    layers from max_window_layers on, if use_sliding_window is set. Raises ValueError naming the
+    field that does not fit.
     """
     used, first = config["use_sliding_window"], config["max_window_layers"]
     slides = used and config["sliding_window"] is not None
@@ -82,8 +83,8 @@ NUMBER = "num_experts"
 
 
 def qwen2_moe_windows(config: dict[str, Any]) -> list[int | None]:
-    """Return the window of each layer: by layer_types, or else on layers 0, 2, 4, ... below
-    max_window_layers, if use_sliding_window is set.
+    """Return the window of each layer in tokens (None: full attention): by layer_types, or else on
+    layers 0, 2, 4, ... below max_window_layers, if use_sliding_window is set.
     """
     used, before = config["use_sliding_window"], config["max_window_layers"]
     slides = used and config["sliding_window"] is not None
@@ -113,8 +114,8 @@ def read_qwen2_moe(config: dict[str, Any]) -> ModelSpec:
 
 
 def write_qwen2_moe(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a Qwen2-MoE config.json that `common.write` does not state. Raises
-    ValueError if an MoE layer has no shared expert.
+    """Return the fields of a Qwen2-MoE config.json that `common.write` does not state: windows, the
+    shared expert's width and qkv_bias. Raises ValueError if an MoE layer has no shared expert.
     """
     shared = [expect(layer.shared, MLPSpec, "shared") for layer in common.sparse_layers(spec)]
     sizes = {"shared_expert_intermediate_size": shared[0].size} if shared else {}
@@ -177,8 +178,8 @@ QWEN2_MOE = replace(
 
 
 def read_qwen3(config: dict[str, Any]) -> ModelSpec:
-    """Return the spec of a Qwen3 config.json: RMSNorm per query and key head. `attention_bias` puts
-    biases on q, k, v and o.
+    """Return the spec of a Qwen3 config.json: Llama with an RMSNorm of every query and key head and
+    a sliding window in some layers. `attention_bias` puts biases on q, k, v and o.
     """
     bias, sizes = bool(config["attention_bias"]), qwen2_windows(config)
     return llama.read_llama_like(config, windows=sizes, qkv_bias=bias, o_bias=bias, qk_norm=True)

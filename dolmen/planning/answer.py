@@ -92,8 +92,9 @@ def notes(plan: Plan) -> list[str]:
 
 
 def dry_run_lines(plan: Plan) -> list[str | Table]:
-    """Return the lines and table that compare the dry run of the first layout with its closed
-    forms; why there is none; an empty list if none was requested.
+    """Return lines and a table that compare the dry run of the first layout with the closed forms,
+    and why layouts before it were excluded; if it was not run, a line that says why; nothing if it
+    was not requested.
     """
     dry = plan.dry
     if dry is None:

@@ -192,8 +192,9 @@ class _Block(Maker):
         return tuple(shape)
 
     def linears(self, module: str, names: list[str]) -> list[Both]:
-        """Return the rows of linear layers with the weights `names`, one (forward, backward) pair
-        each; those with the same input width are one product if the program joins them.
+        """Return the ledger rows of the linear layers with the weights `names`, a (forward,
+        backward) pair for each; those with the same input width are one product if the program
+        joins them.
         """
         shapes = [self.local_shape(name) for name in names]
         if self.program.joined and len({shape[-1] for shape in shapes}) == 1:
@@ -226,14 +227,14 @@ class _Block(Maker):
         )
 
     def attention_rows(self) -> Both:
-        """Return the rows of attention between q, k, v and the output projection: with scores in
-        memory, or as one fused kernel.
+        """Return the ledger rows (forward, backward) of attention between q, k, v and the output
+        projection: with scores in memory, or as one fused kernel.
         """
         return self.score_rows() if self.program.attention == "scores" else self.flash_rows()
 
     def flash_rows(self) -> Both:
-        """Return the rows of fused attention: one kernel each way, and with cp the ring's keys,
-        values and their gradients.
+        """Return the ledger rows (forward, backward) of fused attention: one kernel each way, and
+        with cp the ring's exchange of keys, values and their gradients.
         """
         (heads, kv), share, name = self.heads, self.share, self.program.attention
         of_key, of_value = self.block.mixer.head_sizes
@@ -265,8 +266,8 @@ class _Block(Maker):
         return [row, sent], [back, returned]
 
     def score_rows(self) -> Both:
-        """Return the rows of attention that writes its scores to memory: two products, softmax,
-        dropout.
+        """Return the ledger rows (forward, backward) of attention that writes its scores to memory:
+        two products, softmax, dropout.
         """
         (heads, _), share, module = self.heads, self.share, "attn.scores"
         (size, of_value), length = self.block.mixer.head_sizes, share.length
@@ -294,7 +295,9 @@ class _Block(Maker):
         return forward, backward
 
     def rope_rows(self) -> Both:
-        """Return the rows that rotate queries and keys; none without rope."""
+        """Return the ledger rows (forward, backward) that rotate queries and keys; none without
+        positions in the mixer.
+        """
         if self.block.mixer.positions is None:
             return [], []
         heads, size = sum(self.heads), self.block.mixer.head_size
@@ -307,8 +310,8 @@ class _Block(Maker):
         )
 
     def residual_rows(self, module: str, biased: bool) -> Both:
-        """Return the rows that add a branch to the residual stream, with its bias (if `biased`) and
-        dropout.
+        """Return the ledger rows (forward, backward) that add a branch to the residual stream, with
+        its bias (if `biased`) and dropout.
         """
         x, masked = self.x, 0.5 * self.x * self.program.dropout
         backward = [memory("B", module, "add", 2 * x, x)]  # of the two gradients that meet
@@ -326,9 +329,9 @@ class _Block(Maker):
         return forward, backward
 
     def mlp_rows(self, sends: bool) -> list[Both]:
-        """Return the rows of the feed-forward layer, one (forward, backward) pair per step: dense,
-        or router, shared experts, dispatch, experts and combine. `sends`: its input crosses tp by
-        itself.
+        """Return the ledger rows of the feed-forward layer, a (forward, backward) pair per step:
+        dense, or router, shared experts, dispatch, experts and combine. `sends`: its input has a
+        collective over tp of its own.
         """
         if not isinstance(self.block.mlp, MoESpec):
             down = self.linears("mlp.down", ["mlp.down.weight"])[0]
@@ -358,13 +361,15 @@ class _Block(Maker):
         ]
 
     def up_rows(self, prefix: str) -> list[Both]:
-        """Return the rows of the gate and up projections whose weights lie below `prefix`."""
+        """Return the ledger rows of the gate and up projections whose weights lie below `prefix`, a
+        (forward, backward) pair each.
+        """
         names = (f"{prefix}.gate.weight", f"{prefix}.up.weight")
         return self.linears("mlp.up", [name for name in names if name in self.params])
 
     def activation_rows(self, prefix: str) -> Both:
-        """Return the rows of the activation function below `prefix`, with the gate's product if
-        there is one.
+        """Return the ledger rows (forward, backward) of the activation function of the feed-forward
+        layer at `prefix`, with the gate's product if there is one.
         """
         eager = self.program.fused == "no"
         *stack, inner, _ = self.local_shape(f"{prefix}.up.weight")
@@ -382,8 +387,9 @@ class _Block(Maker):
         return forward, [memory("B", "mlp.act", "act", 2 * f + bias, f)]
 
     def dispatch_rows(self) -> Both:
-        """Return the rows that sort tokens by expert and exchange them over ep; the same rows bring
-        the results back. Under sequence parallelism only this rank's tokens are sent.
+        """Return the ledger rows (forward, backward) that sort tokens by expert and exchange them
+        over ep; the same rows also stand for the way back. Under sequence parallelism only this
+        rank's tokens are sent.
         """
         assert isinstance(self.block.mlp, MoESpec)
         share, often = self.share, self.block.mlp.per_token * self.share.load
@@ -399,7 +405,7 @@ class _Block(Maker):
         return rows[0], rows[1]
 
     def cast_rows(self) -> Both:
-        """Return the rows, of forward and of backward, for the kernels that cast inputs of matrix
+        """Return the ledger rows (forward, backward) of the kernels that cast inputs of matrix
         products to fp8: each input is read, rounded and written in two layouts, as a product takes
         both factors by rows. Scales are known from the kernel that made the input.
         """

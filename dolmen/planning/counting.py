@@ -268,6 +268,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
+        """Start with no storages."""
         self.held: dict[int, _Held] = {}
         self.bytes: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
         self.total = self.most = 0
@@ -362,8 +363,9 @@ class Counting(dispatch.Dispatch):
     """
 
     def __init__(self, axes: Mapping[str, Sequence[str]], instant: bool):
-        """`axes`: for each process group's name, the mesh axes that it serves. `instant`: a send is
-        complete at once (NCCL, where the host does not wait); over gloo it is waited for.
+        """Start with nothing counted. `axes`: for each process group's name, the mesh axes that it
+        serves. `instant`: a send is complete at once (NCCL, where the host does not wait); over
+        gloo it is waited for.
         """
         super().__init__()
         self.axes, self.instant = axes, instant

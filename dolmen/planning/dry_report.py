@@ -29,7 +29,7 @@ class DryRunReport:
 
     @property
     def title(self) -> str:
-        """Model, layout and microbatches in one line."""
+        """Text with model, layout and microbatches in one line."""
         layout, run = self.run.layout, self.run
         axes = [("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp), ("dp", layout.dp)]
         sizes = " x ".join(f"{name} {size}" for name, size in axes if size != 1) or "one"

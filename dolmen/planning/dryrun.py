@@ -131,8 +131,8 @@ def _count_step(
     max_load: float,
     observe: Callable[[], None],
 ) -> Ledger:
-    """Build the model and run one training step on `mesh` with fake tensors, counting operators,
-    collectives and memory; see `dryrun`.
+    """Build the model and run one training step on `mesh` with fake tensors, and return the ledger:
+    operators, collectives and memory; see `dryrun`.
     """
     schedule = steps.schedule
     model = place(
@@ -148,12 +148,16 @@ def _count_step(
     counting = Counting(groups(mesh), instant=hardware.kind == "cuda")
 
     def answer(x: Tensor, rows: int | None) -> Any:
-        """Return what the host reads from a tensor without values, and record the read."""
+        """Return made-up values for what the host reads from a tensor without values (see
+        `balanced_values`), and record the read.
+        """
         counting.read(x)
         return balanced_values(x, rows, max_load)
 
     def end_action(action: Action) -> None:
-        """Assign the rows since the last action to this one."""
+        """Assign the ledger rows since the last schedule action to `action`, set the memory kind of
+        its gradients, and call `observe`: called by the step after each action.
+        """
         counting.end_action(str(action), steps.times.get(action, 1))
         mark_gradients(model, counting.memory)
         observe()

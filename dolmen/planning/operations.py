@@ -88,7 +88,9 @@ class RankShare:
 
     @property
     def stream(self) -> int:
-        """Tokens of the residual stream: with sequence parallelism a tp-th of `tokens`."""
+        """Tokens of the residual stream on this rank: with sequence parallelism a tp-th of
+        `tokens`.
+        """
         return -(-self.tokens // self.tp) if self.sequence_parallel else self.tokens
 
     @property
@@ -117,8 +119,8 @@ class Operations:
 
     @staticmethod
     def join(steps: Iterable[Both]) -> "Operations":
-        """Return consecutive steps, each (forward rows, backward rows), as one; backward goes
-        through them in reverse.
+        """Return consecutive steps, each a pair of ledger rows (forward, backward), as one;
+        backward goes through the steps in reverse.
         """
         steps = list(steps)
         forward = [row for step in steps for row in step[0]]
@@ -138,9 +140,10 @@ class Operations:
         return tuple(row for row in self.backward if WEIGHTS in row.op)
 
     def add_recomputation(self, recompute: str) -> "Operations":
-        """Return the operations with forward rows added to backward: "full", all; "selective", the
-        inner part of attention; "op", as torchtitan's, all but attention and every other product;
-        "none", nothing. Collectives are repeated with "full" only.
+        """Return the operations with the forward rows that are recomputed added to backward:
+        "full", all; "selective", the inner part of attention; "op", as torchtitan's, all but
+        attention and every other product; "none", nothing. Collectives are repeated with "full"
+        only.
         """
         again = list(self.forward)
         if recompute == "selective":
@@ -185,12 +188,14 @@ class Maker:
 
     @property
     def x(self) -> int:
-        """Bytes of the residual stream on this rank."""
+        """Bytes of a microbatch's residual stream on this rank (with sequence parallelism, its
+        tokens only).
+        """
         return self.program.element * self.share.stream * self.hidden
 
     @property
     def whole(self) -> int:
-        """Bytes of the residual stream on all ranks of tp together."""
+        """Bytes of a microbatch's residual stream on all ranks of tp together."""
         return self.program.element * self.share.tokens * self.hidden
 
     def product(self, action: str, module: str, shape: tuple[int, int, int, int]) -> LedgerRow:
@@ -214,9 +219,9 @@ class Maker:
         )
 
     def linear(self, module: str, out: int, inp: int, rows: int, batch: int = 1) -> Both:
-        """Return the rows of a linear layer [out, inp] on `rows` tokens: forward, then the
-        gradients of the input and of the weight. `batch`: number of experts, each with a matrix and
-        `rows` tokens of its own.
+        """Return the ledger rows (forward, backward) of a linear layer [out, inp] on `rows` tokens:
+        the product, then those of the gradients of input and weight. `batch`: number of experts,
+        each with a matrix and `rows` tokens of its own.
         """
         # one small product per expert
         if batch > 1 and not self.program.grouped:
@@ -251,8 +256,9 @@ class Maker:
         return memory("B", module, f"add of {WEIGHTS}", (e + g) * elements, g * elements)
 
     def norm(self, module: str, kind: str) -> Both:
-        """Return the rows of a norm of this `kind`. An RMSNorm without a fused kernel goes through
-        memory six times: to fp32, square, mean, times, back, times the weight.
+        """Return the ledger rows (forward, backward) of a norm of this `kind`. An RMSNorm without a
+        fused kernel goes through memory six times: to fp32, square, mean, times, back, times the
+        weight.
         """
         x, eager = self.x, self.program.fused == "no" and kind == "rmsnorm"
         # fused: read once, written once
@@ -261,9 +267,10 @@ class Maker:
         return [forward], [backward]
 
     def column_parallel(self, module: str, linears: list[Both], sends: bool = True) -> Both:
-        """Return the rows of column-parallel linear layers with one input, and their collectives
-        over tp (none unless `sends`): an all-reduce of the input's gradient, or with sequence
-        parallelism an all-gather of the input and a reduce-scatter of its gradient.
+        """Return the ledger rows (forward, backward) of column-parallel linear layers with one
+        input, and their collectives over tp (none unless `sends`): an all-reduce of the input's
+        gradient, or with sequence parallelism an all-gather of the input and a reduce-scatter of
+        its gradient.
         """
         share = self.share
         forward = [row for linear in linears for row in linear[0]]
@@ -283,9 +290,9 @@ class Maker:
         return forward, [*inputs, summed, *weights]
 
     def row_parallel(self, module: str, linear: Both, sends: bool = True) -> Both:
-        """Return the rows of a row-parallel linear layer, and its collectives over tp (none unless
-        `sends`): an all-reduce of the partial sums, or with sequence parallelism a reduce-scatter,
-        and an all-gather of the gradient.
+        """Return the ledger rows (forward, backward) of a row-parallel linear layer with its
+        collectives over tp (none unless `sends`): an all-reduce of the partial sums, or with
+        sequence parallelism a reduce-scatter, and an all-gather of the gradient.
         """
         forward, backward = list(linear[0]), list(linear[1])
         if self.share.tp > 1 and sends:

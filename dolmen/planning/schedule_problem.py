@@ -174,19 +174,21 @@ class ScheduleProblem:
 
     @cached_property
     def works(self) -> tuple[StageWork, ...]:
-        """All works, ordered by stage, then kind; `index` gives the place of one."""
+        """All kinds of action of all stages (F, B, I, W of each), ordered by stage, then kind;
+        `index` gives the place of one.
+        """
         return tuple(self._work(stage, kind) for stage in range(self.stages) for kind in self.kinds)
 
     @cached_property
     def by_rank(self) -> tuple[tuple[int, ...], ...]:
-        """For each rank the indices (in `works`) of the works that it does."""
+        """For each rank the indices, in `works`, of its stages' kinds of action."""
         return tuple(
             tuple(i for i, work in enumerate(self.works) if work.rank == rank)
             for rank in range(self.ranks)
         )
 
     def index(self, stage: int, kind: str) -> int:
-        """Return the index of a stage's kind of action in `works`."""
+        """Return the index, in `works`, of a stage's kind of action."""
         return stage * len(self.kinds) + self.kinds.index(kind)
 
     def send(self, stage: int, to: int) -> float:
@@ -241,7 +243,7 @@ class Partial:
 
     @property
     def done(self) -> bool:
-        """True if all actions are in it."""
+        """True if all actions of the problem are in the partial schedule."""
         return len(self.taken) == self.problem.actions
 
     @property
@@ -250,8 +252,9 @@ class Partial:
         return max(self.clock)
 
     def start(self, index: int) -> float | None:
-        """Return the earliest time at which the next action of a work can start; None if all are
-        done, an input of it is not known yet, or the rank has no slot for its activations.
+        """Return the earliest time at which the next microbatch's action of a stage and kind
+        (`index` in the problem's `works`) can start; None if all are done, an input of it is not
+        known yet, or the rank has no slot for its activations.
         """
         work, k = self.problem.works[index], self.count[index]
         # only a forward takes a slot
@@ -267,10 +270,10 @@ class Partial:
         return start
 
     def safe(self, index: int) -> bool:
-        """Return whether all ranks can still finish (no deadlock by lack of slots) with this action
-        next, if every one before it was safe: after a forward there must be a slot for each chunk
-        that its microbatch has yet to go through on the rank, free, or held by a microbatch that is
-        on its way back.
+        """Return whether all ranks can still finish (no deadlock by lack of slots for activations)
+        with the action `index` next, if every one before it was safe: after a forward there must be
+        a slot for each chunk that its microbatch has yet to go through on the rank, free, or held
+        by a microbatch that is on its way back.
         """
         work = self.problem.works[index]
         if work.kind != "F":
@@ -280,8 +283,8 @@ class Partial:
         return free + self.returning[work.rank] >= self.problem.chunks - 1 - work.chunk
 
     def take(self, index: int, start: float) -> None:
-        """Add the next action of a work, which starts at time `start` (as `start` returned), and
-        advance the rank's clock.
+        """Add the next microbatch's action of a stage and kind (`index` in the problem's `works`),
+        which starts at time `start` (as the method `start` returned), and advance the rank's clock.
         """
         work = self.problem.works[index]
         self.taken.append((index, self.clock[work.rank]))
@@ -327,7 +330,10 @@ class Paths:
     """
 
     def __init__(self, problem: ScheduleProblem):
-        """Compute all chains once: `head`, `out`, `back` and `hold` by stage."""
+        """Compute, for each stage, the lengths of the chains of dependent actions before it
+        (`head`), after it (`out`), from forward to gradient (`back`), and how long activations are
+        held (`hold`).
+        """
         costs, last = problem.costs, problem.stages - 1
         input_ = [cost.input if problem.splits else cost.backward for cost in costs]
         up = [cost.forward + problem.send(s, min(s + 1, last)) for s, cost in enumerate(costs)]

@@ -267,7 +267,9 @@ def nearest_fitting(question: Question, near: LayoutChoice) -> LayoutChoice | No
     fitting = (choice for choice in free.space().choices() if question.fits(choice))
 
     def distance(choice: LayoutChoice) -> tuple[int, float]:
-        """Return the number of different options, then the seconds."""
+        """Return a sort key of a layout: the number of options in which it differs from `near`,
+        then its predicted seconds.
+        """
         # each option counts the same
         differs = sum(a != b for a, b in zip(choice, near, strict=True))
         return differs, question.pricing.quick(choice)

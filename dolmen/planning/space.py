@@ -132,7 +132,9 @@ class Space:
                 yield from self._layouts(tp, cp, pp, dp, ep, size)
 
     def meshes(self) -> Iterator[tuple[int, int, int, int, int]]:
-        """Yield (tp, cp, pp, dp, ep) that divide the GPUs and the model, for any batch."""
+        """Yield the (tp, cp, pp, dp, ep) that use all GPUs, divide the model and fit the pins,
+        whatever the batch.
+        """
         pins, spec = self.pins, self.spec
         if (pins.recompute_layers or 0) > spec.layers:
             return

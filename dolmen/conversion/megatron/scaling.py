@@ -139,7 +139,7 @@ States = Mapping[str, Mapping[int, list[Kept]]]
 """Canonical weight name -> number of the first expert -> its states, one per tp rank."""
 
 
-def product(stored: str) -> Name | None:
+def state_weight(stored: str) -> Name | None:
     """Return the canonical name of the weight next to which an `_extra_state` is stored; None if
     the name `stored` is not of such a state.
     """
@@ -152,7 +152,7 @@ def product(stored: str) -> Name | None:
     return Name(name.start, name.layer, name.rest, int(match["number"] or 0))
 
 
-def place(
+def add_states(
     content: Any,
     file: Path,
     at: tuple[int, int, int],
@@ -165,7 +165,7 @@ def place(
     on this rank.
     """
     for stored, value in torch_files.leaves(content):
-        name = product(stored)
+        name = state_weight(stored)
         if name is None or (name.expert is None and at[2] > 0):  # every rank of ep has it
             continue
         first = 0 if name.expert is None else name.expert + at[2] * experts

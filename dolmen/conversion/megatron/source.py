@@ -213,7 +213,7 @@ def _shards(
                     tensors = torch_files.tensors(ranks[at][key], files[at])
                     tensors = shares.split_experts(tensors, hidden, experts)
                     here = max(here, _add_chunk(tensors, at, before, shards))
-                    scaling.place(ranks[at][key], files[at], at, before, experts, states)
+                    scaling.add_states(ranks[at][key], files[at], at, before, experts, states)
             before += here
     return shards, before
 
