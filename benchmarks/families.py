@@ -15,11 +15,11 @@ from pathlib import Path
 
 import measure
 import torch
+from family_cases import CASES, build
 from measure import save
 from rich.progress import track
 from spawning import run_spawned
 from test_over_layouts import LAYOUTS, compared
-from tiny import CASES, build
 
 from dolmen.conversion.source import open_source
 from dolmen.families import families

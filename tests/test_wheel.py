@@ -48,9 +48,8 @@ def wheel(tmp_path_factory) -> Path:
 
 def test_it_holds_the_package_alone(wheel):
     names = zipfile.ZipFile(wheel).namelist()
-    here = {str(p.relative_to(ROOT)) for p in (ROOT / "dolmen").rglob("*.py")}
-    data = [*ROOT.glob("dolmen/families/checked.json"), *ROOT.glob("dolmen/planning/*/*.[cy][sa]*")]
-    here |= {"dolmen/py.typed", *(str(p.relative_to(ROOT)) for p in data)}
+    files = (p for p in (ROOT / "dolmen").rglob("*") if p.is_file() and p.suffix != ".pyc")
+    here = {str(p.relative_to(ROOT)) for p in files}
     assert {n for n in names if n.startswith("dolmen/")} == here
     assert {n.split("/")[0].removesuffix(".dist-info") for n in names} == {
         "dolmen",

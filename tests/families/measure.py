@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import transformers
+from family_cases import CASES, build, save
 from stored import exported_trained
-from tiny import CASES, build, save
 from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from wide import Wide, double

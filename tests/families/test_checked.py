@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tiny import CASES
+from family_cases import CASES
 
 from dolmen.families import families
 from dolmen.families.checked import cases_of, layouts, measured_cases

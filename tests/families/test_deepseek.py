@@ -8,10 +8,10 @@ import warnings
 import pytest
 import torch
 import transformers
+from family_cases import build, save
 from published import DEEPSEEK_V2, DEEPSEEK_V2_LITE, DEEPSEEK_V3
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import build, save
 
 from dolmen.conversion import hf, hf_export
 from dolmen.conversion.source import open_source

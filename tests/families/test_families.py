@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 import torch.nn.functional as F
+from family_cases import CASES, build, save
 from safetensors.torch import load_file
-from tiny import CASES, build, save
 
 from dolmen.conversion import hf, hf_export
 from dolmen.conversion.source import load_weights, open_source

@@ -5,7 +5,7 @@ sequence longer than its window and its first context.
 import measure
 import pytest
 import torch
-from tiny import CASES, TIERED, build, save
+from family_cases import CASES, TIERED, build, save
 
 from dolmen.conversion.source import open_source
 from dolmen.model import head

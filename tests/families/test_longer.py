@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from cases.qwen import SIZES
-from tiny import build, save
+from family_cases import build, save
 
 from dolmen.conversion.source import open_source
 from dolmen.families import ModelConfig

@@ -10,9 +10,9 @@ from zlib import crc32
 
 import pytest
 import torch
+from family_cases import CASES, REPEATED, config_of
 from spawning import Row, made_once
 from table import SINGLE, VOCABULARY, Layout, Run, batches, differences, start, updates
-from tiny import CASES, REPEATED, config_of
 from tiny_models import Tiny
 
 from dolmen.core import state

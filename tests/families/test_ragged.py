@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tiny import CASES, build, save
+from family_cases import CASES, build, save
 
 from dolmen.conversion.source import open_source
 from dolmen.core import mesh as meshes

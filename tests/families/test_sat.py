@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
+from family_cases import build
 from glm_reference import IDS
-from tiny import build
 
 import dolmen
 

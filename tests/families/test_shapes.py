@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import config_of
+from family_cases import config_of
 
 from dolmen.families import ModelConfig
 from dolmen.model import count

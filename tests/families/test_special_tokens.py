@@ -10,9 +10,9 @@ import transformers
 from cases.chatglm import CHATGLM3, CHATGLM_V01, CHATGLM_V11
 from cases.glm import GLM_4_9B
 from cases.glm_10b import GLM_10B, GLM_130B
+from family_cases import build, save
 from glm_reference import IDS
 from safetensors.torch import load_file, save_file
-from tiny import build, save
 
 import dolmen
 from dolmen.conversion.source import open_source

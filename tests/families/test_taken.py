@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases.baichuan import BAICHUAN2_7B, BAICHUAN2_13B, BAICHUAN_7B, BAICHUAN_13B, SIZES
 from cases.chatglm import CHATGLM2
-from tiny import build, save
+from family_cases import build, save
 
 import dolmen
 from dolmen.conversion.config import ConvertConfig

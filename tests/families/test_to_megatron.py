@@ -4,7 +4,7 @@ says what Megatron does not compute.
 
 import pytest
 import torch
-from tiny import CASES, config_of
+from family_cases import CASES, config_of
 
 from dolmen.conversion import hf_export
 from dolmen.conversion.config import ConvertConfig

@@ -17,7 +17,7 @@ from dolmen.core.mesh import Mesh
 from dolmen.model import build
 from dolmen.training.step import optimizer_step
 
-tiny = tables.load("families", "tiny")
+family_cases = tables.load("families", "family_cases")
 
 
 LENGTH, SEQUENCES, UPDATES = 40, 4, 2
@@ -34,7 +34,7 @@ FEW = ("llama", "mixtral", "gpt2")
 
 def cases(context: Context) -> Iterator[Case]:
     seen: set[str] = set()
-    for name, case in tiny.CASES.items():
+    for name, case in family_cases.CASES.items():
         first = case.model_type not in seen  # one of each family
         seen.add(case.model_type)
         if (context.full and first) or name in FEW:
@@ -45,7 +45,7 @@ def family(context: Context, name: str, record: Record) -> None:
     torch.set_num_threads(1)  # models so small wait for a second thread
     device = torch.device(context.place)
     with tempfile.TemporaryDirectory() as to, house.alone(device) as mesh:
-        source = open_source(tiny.save(tiny.build(name), Path(to)))
+        source = open_source(family_cases.save(family_cases.build(name), Path(to)))
         cpu = meshes.build_mesh(1, 1, torch.device("cpu"))
         true = updates(source, cpu, torch.float64)
         record.tell(loss=true[0][0], norm=true[1][0])
