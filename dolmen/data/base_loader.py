@@ -21,7 +21,10 @@ class Mixed(Protocol):
     """Training samples, numbered without end, in a reproducible order."""
 
     @property
-    def parts(self) -> Sequence[Part]: ...
+    def parts(self) -> Sequence[Part]:
+        """The sources of the samples, with their weights and token streams."""
+        ...
+
     def documents(self, first: int, count: int) -> list[str]:
         """Describe which documents samples first .. first + count - 1 were cut from, a line per
         sample.

@@ -40,16 +40,25 @@ class Order(Protocol):
     """Samples of mixed sources in a reproducible order: sample i is known for any i."""
 
     @property
-    def parts(self) -> Sequence[Part]: ...
+    def parts(self) -> Sequence[Part]:
+        """The sources of the samples, with their token streams."""
+        ...
+
     @property
-    def weights(self) -> Sequence[float]: ...
+    def weights(self) -> Sequence[float]:
+        """Shares of the parts in the samples, of any sum."""
+        ...
+
     @property
     def sizes(self) -> Sequence[int]:
         """Windows per epoch of each part."""
         ...
 
     @property
-    def sequence_length(self) -> int: ...
+    def sequence_length(self) -> int:
+        """Predictions of a sample, which has one token more."""
+        ...
+
     @property
     def name(self) -> str:
         """Name for the header of a run; empty for dolmen's order."""

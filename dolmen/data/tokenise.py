@@ -264,6 +264,7 @@ class Column:
     """Growing array of records of `dtype`, without a Python object for each."""
 
     def __init__(self, dtype: np.dtype):
+        """`dtype`: structured type of a record."""
         self.dtype, self.bytes = dtype, bytearray()
 
     def append(self, record: tuple[int, ...]) -> None:

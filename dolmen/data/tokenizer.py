@@ -80,27 +80,45 @@ class PreTrainedTokenizer(Protocol):
     chat_template: str | dict[str, str] | None
 
     @property
-    def is_fast(self) -> bool: ...
+    def is_fast(self) -> bool:
+        """True if it has a backend in Rust."""
+        ...
+
     @property
     def backend_tokenizer(self) -> Tokenizer:
         """The tokenizer of `tokenizers` (Rust), if `is_fast`."""
         ...
 
-    def get_vocab(self) -> dict[str, int]: ...
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    def get_vocab(self) -> dict[str, int]:
+        """Return token -> id, added tokens included."""
+        ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text."""
+        ...
+
     def decode(
         self,
         token_ids: list[int],
         *,
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
-    ) -> str: ...
-    def convert_tokens_to_ids(self, tokens: str) -> int: ...
+    ) -> str:
+        """Return the text of token ids."""
+        ...
+
+    def convert_tokens_to_ids(self, tokens: str) -> int:
+        """Return the id of one token; that of the unknown token for others."""
+        ...
+
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, list[int]]:
         """Return the ids as `input_ids`, with other entries that are not used here."""
         ...
 
-    def get_chat_template(self) -> str: ...
+    def get_chat_template(self) -> str:
+        """Return the default chat template. Raises ValueError where there is none."""
+        ...
+
     def apply_chat_template(
         self,
         conversation: list[dict[str, Any]],
@@ -117,7 +135,9 @@ class PreTrainedTokenizer(Protocol):
         """
         ...
 
-    def save_pretrained(self, save_directory: str) -> object: ...
+    def save_pretrained(self, save_directory: str) -> object:
+        """Write the tokenizer's files into a folder."""
+        ...
 
 
 def load_tokenizer(

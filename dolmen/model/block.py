@@ -153,6 +153,9 @@ class SequentialBlock(TransformerBlock[Component]):
         attn: Component,
         mlp: Component,
     ):
+        """Register branches and norms as any block does, and keep the placement of norms and the
+        scales of residual and branches. `block`: the block's spec.
+        """
         super().__init__(block, params, setting, attn, mlp)
         assert isinstance(block.arrangement, spec.SequentialResidual)
         self.arrangement = block.arrangement

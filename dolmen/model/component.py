@@ -232,6 +232,9 @@ class Branch(Component):
     tp: TensorParallel
 
     def __init__(self):
+        """Add the identity modules `products` and `result`, on which hooks see what `inner` gets
+        and returns.
+        """
         super().__init__()
         self.products, self.result = Passthrough(), Passthrough()
 

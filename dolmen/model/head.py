@@ -57,6 +57,9 @@ class HeadTransform(ReplicatedLinear):
         tp: TensorParallel,
         kernels: Kernels,
     ):
+        """Build weight, bias, activation and norm; `params`: their parameters, by names without a
+        prefix.
+        """
         super().__init__({name: param for name, param in params.items() if "." not in name}, tp)
         self.act = ACTIVATIONS[transform.activation]
         self.norm = Norm(transform.norm, select_prefix(params, "norm"), kernels)

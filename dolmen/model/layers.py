@@ -287,6 +287,7 @@ class RowParallelLinear(ParameterModule):
     only_multiplies = True
 
     def __init__(self, params: ParamSpecs, tp: TensorParallel):
+        """Register weight and bias of `params`; `tp`: the axis over which forward sums."""
         super().__init__(params)
         self.tp, self.input_axis = tp, tp.axis
 
@@ -303,6 +304,9 @@ class Norm(ParameterModule):
     """
 
     def __init__(self, norm: spec.NormSpec, params: ParamSpecs, kernels: Kernels):
+        """Register the weight and bias of `params`, if any, and keep kind and eps of the spec
+        `norm`.
+        """
         super().__init__(params)
         self.eps = norm.eps
         self.kernel: Literal["passes", "fused"] = kernels.norm
@@ -338,6 +342,9 @@ class Embedding(ParameterModule):
     """
 
     def __init__(self, embedding: spec.EmbeddingSpec, params: ParamSpecs, tp: TensorParallel):
+        """Register the table of `params`, sharded by rows over tp, and keep size and scale of the
+        spec.
+        """
         super().__init__(params)
         self.vocab_size, self.scale, self.tp = embedding.rows, embedding.scale, tp
 
@@ -355,6 +362,7 @@ class PositionEmbedding(ParameterModule):
     """Learned position embedding (GPT-2), replicated over tp: positions [n] -> [n, hidden]."""
 
     def __init__(self, table: spec.PositionTable, params: ParamSpecs):
+        """Register the table of `params`, and keep the spec's row offset."""
         super().__init__(params)
         self.offset = table.offset
 
@@ -371,6 +379,7 @@ class ReplicatedLinear(ParameterModule):
     only_multiplies = True
 
     def __init__(self, params: ParamSpecs, tp: TensorParallel):
+        """Register weight and bias of `params`, whole on every rank of tp."""
         super().__init__(params)
         self.tp = tp
 

@@ -108,6 +108,7 @@ class Router(ParameterModule):
     """
 
     def __init__(self, experts: spec.MoESpec, params: ParamSpecs):
+        """Register the weight and biases of `params`, and keep how the spec chooses experts."""
         super().__init__({n: param for n, param in params.items() if "." not in n})
         self.k, self.choice = experts.per_token, experts.router
         # GPT-OSS learns a bias of the logits; `bias` acts on the choice alone
@@ -149,6 +150,9 @@ class Experts(nn.Module):
     """
 
     def __init__(self, experts: spec.MoESpec, params: ParamSpecs, split: ModelSplit):
+        """Register the stacked weights of this rank's experts (a contiguous range of them over ep,
+        their width split over tp).
+        """
         super().__init__()
         self.gated = _gated_activation(experts.activation)
         self.share = float(split.tp.axis.rank == 0)  # of tp, where the bias of `down` joins the sum

@@ -53,6 +53,7 @@ class UserEnvironment:
         self.worker = FunctionWorker("turn", name, timeout)
 
     def __enter__(self) -> "UserEnvironment":
+        """Return the environment itself; the worker process starts with the first call."""
         return self
 
     def __exit__(self, *_: object) -> None:
