@@ -94,8 +94,9 @@ class Loader(ABC):
         description: Description,
         identity: dict[str, str],
     ):
-        """`description`: the data in lines for the run's header. `identity`: what decides the
-        batches, see `fingerprint`.
+        """`mixture`, `validation`: training samples and validation rows. `description`: the data in
+        lines for the run's header. `identity`: what decides the batches, as name -> text, which a
+        resumed run compares.
         """
         self.mixture, self.validation = mixture, validation
         self.global_batch_size = global_batch_size

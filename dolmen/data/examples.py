@@ -76,7 +76,8 @@ def pairs(source: DataSource, max_bytes: int | None = None) -> Iterator[Chat]:
 
 def completions(source: DataSource, max_bytes: int | None = None) -> Iterator[Chat]:
     """Yield a chat per completion of `source`, labelled 1 (desirable) or -1; a row with a chosen
-    and a rejected completion gives two. Raises as `pairs`.
+    and a rejected completion gives two. Raises ValueError, naming the row, for one without a
+    completion.
     """
     for row, where in rows(source, max_bytes):
         if row.get("completion") is None and row.get("chosen") is not None:

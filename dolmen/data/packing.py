@@ -47,7 +47,8 @@ def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
 def pack_pairs(lengths: Int64[np.ndarray, "items pieces"], room: int) -> list[list[int]]:
     """Pack items of one or two pieces (the two completions of a pair) into rows of `room` tokens;
     return the pieces of each row, piece i of item n as n * pieces + i. Rows 2 r and 2 r + 1 hold
-    one piece each of the same items, in the same order. Raises as `pack`.
+    one piece each of the same items, in the same order. Raises ValueError for a piece longer than
+    `room`.
     """
     if lengths.max(initial=0) > room:
         raise ValueError(f"the longest item ({lengths.max()}) does not fit into {room} tokens")

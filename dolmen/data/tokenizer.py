@@ -112,7 +112,7 @@ class PreTrainedTokenizer(Protocol):
         ...
 
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, list[int]]:
-        """Return the ids as `input_ids`, with other entries that are not used here."""
+        """Tokenize a text; the entry `input_ids` of the result has the token ids."""
         ...
 
     def get_chat_template(self) -> str:

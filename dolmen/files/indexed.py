@@ -188,7 +188,8 @@ def save(
     modes: Shaped[np.ndarray, " sequences"] | None = None,
 ) -> None:
     """Write an indexed data set byte for byte as Megatron would: `file` (.bin) from the `blocks` of
-    tokens, and its .idx. Neither is left if it fails. `documents`: bounds as in `Indexed`. Raises
+    tokens, and its .idx. Neither is left if it fails. `lengths`: tokens of each sequence;
+    `documents`: the first sequence of each document, then the number of sequences. Raises
     ValueError for a sequence that is too long, and where one of the two files exists.
     """
     if len(lengths) and lengths.max() > MOST:

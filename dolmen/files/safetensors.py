@@ -110,10 +110,10 @@ class FolderFormat:
 
 
 def index(folder: Path | str, form: FolderFormat | None = None) -> dict[str, Stored]:
-    """Return every tensor of a model folder, in the order of its files, from the headers only.
-    `form`: format of the folder, safetensors by default. Raises ValueError for a folder without
-    such files, and Refused for an index that names absent files or tensors, or for a truncated or
-    damaged file.
+    """Return name -> where it lies (file, offset, shape, dtype) of every tensor of a model folder,
+    in the order of its files, from the headers only. `form`: format of the folder, safetensors by
+    default. Raises ValueError for a folder without such files, and Refused for an index that names
+    absent files or tensors, or for a truncated or damaged file.
     """
     folder, form = Path(folder), form or SAFETENSORS
     if (folder / form.single).is_file():
@@ -152,8 +152,8 @@ def index(folder: Path | str, form: FolderFormat | None = None) -> dict[str, Sto
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """Return the tensors of a safetensors file, in the order of their bytes. Raises Refused where
-    its header does not describe all of it.
+    """Return name -> where it lies (offset, shape, dtype) of each tensor of a safetensors file, in
+    the order of their bytes. Raises Refused where its header does not describe all of it.
     """
     text, length = _header_text(file)
     size, end, tensors = len(text), 0, {}
@@ -186,8 +186,9 @@ def write_tensors(
 ) -> None:
     """Write `tensors`, in any order, cast to the dtype of their spec, as shards of at most
     `shard_bytes` (a larger tensor has a shard of its own). One tensor is in memory at a time. Files
-    get their names when all are complete; on an error no unfinished
-    one is left. Raises as `ShardFiles.write`.
+    get their names when all are complete; on an error no unfinished one is left. Raises ValueError
+    for a tensor that is unknown, comes twice or has another shape, and KeyError for those that
+    never come.
     """
     shards = ShardFiles(Path(folder), specs, shard_bytes)
     try:

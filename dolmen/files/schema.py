@@ -80,7 +80,9 @@ def needs(**fields: str) -> AfterValidator:
 
 @cache
 def validator(schema: Any) -> SchemaValidator:
-    """Return the validator of a type hint with the rules that all files share; cached."""
+    """Return a validator of the type hint `schema` with the rules that all files share (no
+    conversion of types, int64, finite floats, bounded text); cached.
+    """
     return SchemaValidator(_restrict(TypeAdapter(schema).core_schema))
 
 

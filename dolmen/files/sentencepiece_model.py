@@ -86,8 +86,8 @@ def read(file: Path) -> SentencePieceModel:
 
 
 def parse(content: bytes, name: Path | str) -> SentencePieceModel:
-    """Parse the bytes of a tokenizer.model; `name` stands for it in messages. Raises Refused as
-    `read`.
+    """Parse the bytes of a tokenizer.model; `name` stands for it in messages. Raises Refused for
+    bytes that are no such model, and for models of words or characters.
     """
     try:
         return _parse(content, name)

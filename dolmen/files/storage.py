@@ -126,7 +126,9 @@ class RemoteFolder:
         """Return size and time of one object; None if there is none of this name."""
 
         def look_up() -> StoredFile | None:
-            """Ask for the object, not for the whole folder, which may be large."""
+            """Return the object's size and time, or None without it; the folder, which may be
+            large, is not listed.
+            """
             self._system.invalidate_cache()
             try:
                 info = self._system.info(self._path(name))

@@ -144,7 +144,7 @@ class Opaque:
     """
 
     def __init__(self, *made_of: Any):
-        """`made_of`: arguments of the constructor."""
+        """Keep the arguments of the constructor, `made_of`."""
         self.made_of = made_of
 
     def __setstate__(self, state: Any) -> None:
@@ -469,8 +469,9 @@ def load_bytes(content: bytes, where: Path) -> dict[str, Any]:
 
 
 def _find_stand_in_of_bytes(module: str, name: str) -> Any:
-    """Return the stand-in for a name, as `_find_stand_in`; also for the function by which pickle
-    itself stores a storage.
+    """Return the stand-in for a name that a pickle in memory refers to: a dtype, a rebuild function
+    or an opaque object, and also the function by which pickle itself stores a storage; None for a
+    name that is not allowed.
     """
     if (module, name) == ("torch.storage", "_load_from_bytes"):
         return _load_storage

@@ -31,8 +31,8 @@ class _Open:
         self.key: Any = self
 
     def add(self, value: Any) -> None:
-        """Append a value to a list; of a mapping take names and values in turn. Raises ValueError
-        for a repeated name, or one that is no scalar.
+        """Append a value to an open list; to an open mapping add names and values alternately.
+        Raises ValueError for a repeated name, or one that is no scalar.
         """
         if isinstance(self.values, list):
             self.values.append(value)

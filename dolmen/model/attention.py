@@ -267,11 +267,11 @@ class Attention(Branch):
             y = self.scores(q, k, v, inputs, sinks)
         else:
             # which of the two runs is decided by the cache: one new token per sequence, or several
-            of_pages, of_texts = (
+            attend_paged, attend_sequences = (
                 partial(road, sinks=sinks)
                 for road in (self.scores.attend_paged, self.scores.attend_sequences)
             )
-            y = cache.attend(q, (k, v), of_pages, of_texts)
+            y = cache.attend(q, (k, v), attend_paged, attend_sequences)
         return y.reshape(-1, self.heads * self.head_size)
 
     def _normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

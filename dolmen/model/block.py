@@ -163,7 +163,9 @@ class SequentialBlock(TransformerBlock[Component]):
     def compute(
         self, x: Float[Tensor, "here hidden"], inputs: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
-        """Apply the mixer branch and then the mlp branch."""
+        """Return the layer's output: x with the mixer's and then the mlp's output added, normed and
+        scaled as the arrangement says.
+        """
 
         def mixer(y: Tensor) -> Tensor:
             """Return attention's output, normalised ("output", "sandwich") and with dropout."""
@@ -228,7 +230,9 @@ class ParallelBlock(TransformerBlock[Branch]):
     def compute(
         self, x: Float[Tensor, "here hidden"], inputs: LayerInputs, cache: LayerCache | None = None
     ) -> Float[Tensor, "here hidden"]:
-        """Return x plus the sum of both branches; dropout is applied to their sum."""
+        """Return x plus the sum of mixer and mlp, which read the same x; dropout is applied to
+        their sum.
+        """
         # column-parallel products of both, by one collective (two norms: two)
         both, (attn, mlp) = [self.attn, self.mlp], self.enter_branches(x)
         results = [

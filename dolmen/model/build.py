@@ -47,8 +47,14 @@ def build(
     compile: bool = False,
     hardware: Hardware | None = None,
 ) -> Decoder:
-    """Build the decoder, or this rank's stages of it, on `mesh`, with memory allocated and values
-    not yet set: `place` and then `allocate`, with the same parameters.
+    """Build the decoder, or this rank's stages of it, sharded over `mesh`, with memory allocated
+    and values not yet set.
+
+    `layout`: how the model is split over the axes of `mesh`; None builds for inference, without
+    FSDP. `schedule` assigns pipeline stages to ranks; None: one stage. `training`: dropout, router,
+    adapter and fp8 options. `dtype`: of stored parameters; `compute`: of the copies a step computes
+    with. `compile`: use torch.compile. `hardware`: chooses kernels. Raises ValueError where the
+    layout does not divide the model.
     """
     placed = place(
         spec,
@@ -65,8 +71,8 @@ def build(
 
 
 def allocate(model: Decoder, device: torch.device) -> Decoder:
-    """Allocate uninitialised memory on `device` for a model that `place` made on meta, and set up
-    fp8 scaling state and fp8 all-gather. Returns the same model.
+    """Allocate uninitialised memory on `device` for a sharded model on meta, and set up fp8 scaling
+    state and fp8 all-gather. Returns the same model.
     """
     # the first memory of the model, this rank's part alone
     model.to_empty(device=device)
@@ -232,9 +238,9 @@ def load_inference_weights(
     weights: Weights,
     stream: Callable[[Callable[[str, Tensor], None]], None],
 ) -> Decoder:
-    """Fill a model from `place` by `stream` (see `load`), keeping the matrices of linears only in
-    the packed format `weights` and freeing their plain form. Embeddings and norms stay plain.
-    Returns the same model. CPU only.
+    """Fill a sharded model on meta by `stream`, which calls write(name, full tensor) once per
+    parameter, keeping the matrices of linears only in the packed format `weights` and freeing their
+    plain form. Embeddings and norms stay plain. Returns the same model. CPU only.
     """
     model.packed_only = weights
     packed = {

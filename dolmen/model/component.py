@@ -60,12 +60,13 @@ class LayerCache(Protocol):
         self,
         q: Float[Tensor, "1 tokens heads size"],
         new: Sequence[Float[Tensor, "1 tokens kv_heads _"]],
-        of_pages: PagedAttention,
-        of_texts: SequenceAttention,
+        attend_paged: PagedAttention,
+        attend_sequences: SequenceAttention,
     ) -> Float[Tensor, "tokens heads value_size"]:
         """Append the keys and values (or latents) in `new` to the cache, and return the attention
-        of q over all cached tokens of each token's sequence. `of_pages` computes sequences with one
-        new token (decode), `of_texts` those with several (prefill). No autograd.
+        of q over all cached tokens of each token's sequence. `attend_paged` computes sequences that
+        decode (one new token, or a few with drafts), `attend_sequences` those that are prefilled.
+        No autograd.
         """
         ...
 
@@ -245,7 +246,9 @@ class Branch(Component):
 
     @property
     def row(self) -> RowParallelLinear:
-        """Row-parallel module that multiplies the result of `inner`, S(1)@tp, and sums over tp."""
+        """Row-parallel module that multiplies the result of `inner`, this rank's columns of it, and
+        sums over tp.
+        """
         raise NotImplementedError
 
     def inner(

@@ -292,8 +292,8 @@ class Decoder(nn.Module):
 
     @property
     def tied_across_ranks(self) -> nn.Parameter | None:
-        """The tied embedding weight if first and last stage are on different ranks, so that its
-        gradients must be summed over both; otherwise None.
+        """The tied embedding weight if first and last pipeline stage are on different ranks, so
+        that the gradients of its two copies must be summed; otherwise None.
         """
         return (
             self.embed.weight

@@ -106,7 +106,8 @@ class ModelHead:
     ) -> Float[Tensor, "sequences length"]:
         """Return, at index d of each sequence, the sum of `per_token` over all tokens of document
         d, those on other cp ranks included. `document` [sequences, length]: document number of each
-        token. R@cp: every rank continues with the same sums, so scale the result by `shared`.
+        token. All cp ranks get the same sums, so a loss computed from them must be scaled by
+        `shared`.
         """
         axis = self.split.cp.axis
         # as long as the sequence: there are at most as many documents as tokens
@@ -118,8 +119,8 @@ class ModelHead:
     def gather_tokens(
         self, per_token: Float[Tensor, "sequences here"]
     ) -> Float[Tensor, "sequences length"]:
-        """Gather a value per token over cp, for all tokens of each sequence, in order. R@cp: every
-        rank continues with the same values, so scale the result by `shared`.
+        """Gather a value per token over cp, for all tokens of each sequence, in order. All cp ranks
+        get the same values, so a loss computed from them must be scaled by `shared`.
         """
         axis = self.split.cp.axis
         if axis.size == 1:

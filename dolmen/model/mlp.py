@@ -313,9 +313,9 @@ class MoE(Component):
     def _add_router_losses(
         self, logits: Tensor, routing: moe.Routing, batch: int, balance: RouterLosses
     ) -> Tensor:
-        """Return the routing weights, unchanged in value: through them the balance and z losses of
-        `batch` sequences enter the gradient, and the expert counts enter the tally (see
-        `_RouterLossGradient`).
+        """Return the routing weights, unchanged in value: in backward, balance and z losses of
+        `batch` sequences enter the gradient through them, and expert counts and losses are added to
+        the tally.
 
         Every rank of tp computes the same losses, and the gradients of x and of the router are
         summed over tp: each gives its part. Only counts need the whole sequence: under cp the

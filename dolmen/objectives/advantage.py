@@ -38,8 +38,9 @@ def kl(
 def kl_of_difference(
     d: Float[Tensor, "rows tokens"], estimator: Estimator
 ) -> Float[Tensor, "rows tokens"]:
-    """Return the KL estimate (see `kl`) from differences d of log-probabilities, policy -
-    reference. Raises ValueError for an unknown estimator.
+    """Return the estimate of the KL per token from differences d of log-probabilities, policy -
+    reference: d (k1), d^2 / 2 (k2) or exp(-d) - 1 + d (k3). Raises ValueError for an unknown
+    estimator.
     """
     match estimator:
         case "k1":

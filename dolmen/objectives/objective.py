@@ -92,7 +92,7 @@ class CrossEntropy:
         return batch.weight
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
-        """Return the sum over labels of weight times -log p."""
+        """Return the sum over this rank's labels of weight times -log p; no metrics."""
         return LossOutput(head.cross_entropy(hidden, batch.labels, batch.weights))
 
 
@@ -115,7 +115,9 @@ class MaskedLM:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The two terms of the loss, where there are two."""
+        """The metrics: with next-sentence prediction "filled" and "follows", the terms of the loss
+        for masked tokens and for pairs; else none.
+        """
         return ("filled", "follows") if self.follows else ()
 
     def count(self, batch: Batch) -> float:
@@ -127,7 +129,10 @@ class MaskedLM:
         return batch.weight
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
-        """Return the sum of both terms over this rank's tokens."""
+        """Return the sum over this rank's masked tokens of -log p(label), plus, if next-sentence
+        prediction is trained, `follows` times its loss summed over pairs, and these terms as
+        metrics.
+        """
         # labels are IGNORED but at masked tokens
         masked_loss = head.cross_entropy(hidden, batch.labels, batch.weights)
         if not self.follows:

@@ -89,7 +89,9 @@ class DPO:
         return pairs.count_pairs(batch)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
-        """Return the sum of the pairs' losses, and their metrics."""
+        """Return the sum of the pairs' losses, and of the metrics of implied rewards and
+        log-probabilities.
+        """
         index = pairs.PairIndex(batch)
         token_logps = head.log_probabilities(hidden, batch.labels)
         # chosen and rejected: log(policy / reference), summed over tokens
@@ -133,7 +135,9 @@ class ReferenceFreePreference:
         return pairs.count_pairs(batch)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
-        """Return the sum of the pairs' losses, and their metrics."""
+        """Return the sum of the pairs' losses, SimPO's or ORPO's, and of the metrics of implied
+        rewards and log-probabilities.
+        """
         index = pairs.PairIndex(batch)
         summed = head.sum_per_document(head.log_probabilities(hidden, batch.labels), index.document)
         c, r = index.pair_up(mean_over_tokens(summed, index.lengths))
@@ -177,7 +181,9 @@ class KTO:
         return pairs.count_pairs(batch)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
-        """Return the sum of the completions' losses, and their metrics."""
+        """Return the sum of the completions' losses, and of accuracy and margin to the KL
+        estimate.
+        """
         index = pairs.PairIndex(batch)
         logps = head.log_probabilities(hidden, batch.labels)
         ratios, side = log_ratios(logps, head, index), index.number(SIDE)
@@ -437,9 +443,9 @@ def dpo_losses(
     s: float,
     lengths: Lengths | None,
 ) -> Float[Tensor, "*pairs"]:
-    """Return the loss of each pair by the formula of `kind` (see `dpo`), from the log-ratios of
-    policy to reference c (chosen) and r (rejected); s is the label smoothing. `lengths` in tokens
-    are read by ipo alone.
+    """Return the loss of each pair by the formula of `kind` (sigmoid, robust, hinge, ipo, sppo,
+    apo-zero, exo), from the log-ratios of policy to reference c (chosen) and r (rejected); s is the
+    label smoothing. `lengths` in tokens are read by ipo alone.
     """
     d = beta * (c - r)
     match kind:

@@ -81,7 +81,9 @@ class PairwiseRewardLoss:
     def __call__(
         self, hidden: Float[Tensor, "_ hidden"], head: ScalarHead, batch: Batch
     ) -> LossOutput:
-        """Return the sum of the pairs' losses, and their metrics."""
+        """Return the sum of the pairs' losses, and of accuracy and margin: the score of a
+        completion is the head's number at its last labelled token.
+        """
         index = pairs.PairIndex(batch)
         # 0 at all other tokens, so that a sum per document is the score at its last token
         here = head.values(hidden) * head.local_tokens(index.is_last)

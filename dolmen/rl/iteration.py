@@ -396,7 +396,9 @@ class RolloutBatches:
             return replace(rollout, old_logprobs=old)
 
         def compute(model: Decoder, batch: Batch, mesh: Mesh, schedule: Schedule) -> Tensor:
-            """Return log-probabilities, followed by expert indices, of a batch."""
+            """Return, per token of a batch, the log-probability of its label, followed by its
+            expert indices.
+            """
             temperature = self.config.temperature
             return forward.routed_log_probabilities(model, batch, mesh, schedule, temperature)
 

@@ -50,7 +50,8 @@ class Adapters:
 
 def parse_adapters(arguments: Sequence[str], taken: Collection[str] = ()) -> dict[str, str]:
     """Parse arguments NAME=FOLDER to name -> folder. `taken`: names that an adapter must not have.
-    Raises ValueError, also as `check_adapters`.
+    Raises ValueError for a malformed argument, and for a name that is given twice, taken or not
+    printable.
     """
     pairs: list[tuple[str, str]] = []
     for argument in arguments:
@@ -111,7 +112,9 @@ def open_adapters(
     """
 
     def pin() -> dict[str, str]:
-        """Return the folder of each adapter with a run's newest checkpoint resolved."""
+        """Return name -> folder of each adapter, where a run stands for its newest checkpoint
+        now.
+        """
         return {name: source.pin_adapters(folder) for name, folder in folders.items()}
 
     # a run's newest checkpoint may change between two ranks' looks

@@ -78,9 +78,9 @@ class ChatSession:
     def reply(self, text: str) -> Iterator[str]:
         """Yield the reply to the user's `text`, piece by piece, and append both to the messages.
 
-        An interrupted reply stays as far as it was generated; `truncated`: whether it reached
-        --max-new-tokens. Raises ValueError, with the messages as before, for a chat that the model
-        cannot read.
+        An interrupted reply stays as far as it was generated. Afterwards `truncated` is True if it
+        reached --max-new-tokens. Raises ValueError, with the messages as before, for a chat that
+        the model cannot read.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
         request = self._request(messages)

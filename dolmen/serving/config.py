@@ -316,8 +316,8 @@ class ServeConfig(Numerics):
     layout: TensorParallelLayout = TensorParallelLayout()
 
     def __post_init__(self):
-        """Raise ValueError for both --key and --key-file, and for a key that `check_key`
-        refuses.
+        """Raise ValueError for both --key and --key-file, and for a key with fewer than 8
+        characters, spaces or characters outside printable ASCII.
         """
         if self.key is not None and self.key_file is not None:
             raise ValueError("--key and --key-file are both given: use one of them")

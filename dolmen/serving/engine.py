@@ -111,7 +111,9 @@ def load_placed(
     source: ModelSource, mesh: Mesh, dtype: torch.dtype | None, weights: Weights = "stated"
 ) -> Decoder:
     """Load the part of a model that this rank of `mesh` holds, its tp shard of one pipeline stage,
-    for inference: layers are split evenly over pp. Arguments and errors as `load_decoder`.
+    for inference, in `dtype` or else that of its config.json: layers are split evenly over pp.
+    `weights`: with int8 the model holds only quantized matrices. Raises ValueError or KeyError,
+    before anything is built, for weights that are missing or do not fit.
     """
     pp = mesh.pp.size
     schedule = None if pp == 1 else make_schedule("1f1b", pp, pp)

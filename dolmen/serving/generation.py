@@ -99,7 +99,9 @@ class Detokenizer:
 
     @property
     def whole(self) -> str:
-        """All text so far, also what `add` holds back; it ends before the stop string."""
+        """All text so far, up to the stop string: also what `add` holds back because it may begin a
+        stop string, but no incomplete character.
+        """
         return self._text
 
     def _append(self, new: str) -> str:
@@ -296,8 +298,8 @@ def generate_samples(
 
     Sequences end at stop strings, at the EOS tokens of the source and at `ends`; with a tokenizer,
     only its ids are sampled. `batch`: most sequences at once. `adapters`: LoRA adapters that
-    prompts name. `draft`: the model of --speculative.method draft. Raises ValueError as
-    `Engine.add`, and for logits that are not finite.
+    prompts name. `draft`: the model of --speculative.method draft. Raises ValueError for an unknown
+    adapter, for prompts and options that the model cannot take, and for logits that are not finite.
     """
     if batch < 1:
         raise ValueError(f"batch is {batch}: it must be at least 1")

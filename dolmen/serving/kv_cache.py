@@ -213,12 +213,12 @@ class LayerBatch:
         self,
         q: Float[Tensor, "1 tokens heads size"],
         new: Sequence[Float[Tensor, "1 tokens kv_heads _"]],
-        of_pages: PagedAttention,
-        of_texts: SequenceAttention,
+        attend_paged: PagedAttention,
+        attend_sequences: SequenceAttention,
     ) -> Float[Tensor, "tokens heads value_size"]:
-        """Write the new keys and values to the layer's pool, then attend: `of_pages` for the decode
-        sequences, `of_texts` for each prefill group. Returns the outputs in the order of the
-        forward's tokens; those of padding are 0.
+        """Write the new keys and values to the layer's pool, then attend: by `attend_paged` for the
+        decode sequences, by `attend_sequences` for each prefill group. Returns the outputs in the
+        order of the forward's tokens; those of padding are 0.
         """
         batch = self.batch
         queries, new_tokens = q[0], [t[0, : batch.num_tokens] for t in new]
@@ -228,10 +228,10 @@ class LayerBatch:
             # decode: as many queries each against all pages of the pool, others masked
             decodes = queries[: batch.decodes]
             if batch.spread is None:
-                out.append(of_pages(decodes, *self.pool.kept, batch.pages))
+                out.append(attend_paged(decodes, *self.pool.kept, batch.pages))
             else:
                 rows = decodes.index_select(0, batch.spread[0])
-                y = of_pages(rows, *self.pool.kept, batch.pages)
+                y = attend_paged(rows, *self.pool.kept, batch.pages)
                 out.append(y.index_select(0, batch.spread[1]))
         for group in batch.groups:
             rows = queries[group.tokens].unflatten(0, (-1, group.new))
@@ -239,7 +239,7 @@ class LayerBatch:
                 cached = self.pool.gather(group)
             else:  # nothing is cached: the new keys and values are all there is
                 cached = [t[group.tokens].unflatten(0, (-1, group.new)) for t in new_tokens]
-            out.append(of_texts(rows, *cached, group.documents).flatten(0, 1))
+            out.append(attend_sequences(rows, *cached, group.documents).flatten(0, 1))
         # padding exists for sequence parallelism only, which needs a multiple of tp tokens
         if len(queries) > batch.num_tokens:
             out.append(out[0].new_zeros((len(queries) - batch.num_tokens, *out[0].shape[1:])))

@@ -128,8 +128,8 @@ def check_finished(output: Path, rows: Iterable[PromptRow]) -> None:
 
 
 def _belongs_to(fields: Mapping[str, Any], row: PromptRow) -> bool:
-    """Return whether an output line has the fields of its input row with the same values, and no
-    others but at least one of a completion's.
+    """Return whether an output line (`fields`) belongs to input row `row`: it has all fields of the
+    row with the same values, at least one field of a completion, and no others.
     """
     carried = {name: value for name, value in fields.items() if name not in OUTPUT_FIELDS}
     return len(carried) < len(fields) and json_line(carried) == json_line(row.fields)
@@ -215,7 +215,7 @@ class OutputFile:
             self.output.add(json_line(answer))
 
     def close(self) -> None:
-        """Flush both files to the disk."""
+        """Sync the output and the journal to the disk, and close both."""
         self.output.close()
         self.journal.close()
 

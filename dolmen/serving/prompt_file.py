@@ -99,8 +99,8 @@ def read_lines(file: Path) -> Iterator[Line]:
 
 
 def _parse_txt(line: bytes, where: str) -> dict[str, Any]:
-    """Return the row of a line of a .txt: its text, without the line end, as `prompt`. Raises
-    Refused if it is not UTF-8.
+    """Return a line of a .txt as a row: its text, without the line end, as `prompt`. Raises Refused
+    if it is not UTF-8.
     """
     return {"prompt": gate.decode(line, where).rstrip("\r\n")}
 

@@ -62,7 +62,9 @@ class Draw(NamedTuple):
         return [*self.group.tokens, *self.drafts] if self.drafts else self.group.tokens
 
     def uniform(self, draft: bool) -> float:
-        """Return the uniform number that selects the token, or (`draft`) its draft."""
+        """Return the uniform number in [0, 1) that selects the token: a hash of the request's seed
+        and id, the sample and the position. `draft`: the number that selects its draft instead.
+        """
         request = self.group.request
         step = len(self.group.new_tokens) + len(self.drafts)
         return sampling.uniform(request.seed, request.id, self.sample, step, draft)
@@ -116,8 +118,9 @@ class ForwardOutput:
         return [(len(self.draws), LOGPROBS + 1 + 2 * self.top), *prompts]
 
     def tensors(self, never: list[int], tp: Axis) -> list[Float[Tensor, "_ _"]]:
-        """Sample on the last stage: return one row of numbers per sampled token, then a tensor per
-        prompt with the log-probabilities of its labels, all in fp64.
+        """Sample the tokens of this forward on the last stage: return one row of numbers per
+        sampled token (`sample_tokens`), then a tensor per prompt with the log-probabilities of its
+        labels, all in fp64.
 
         Every rank of `tp` gets the same numbers. `never`: token ids that are not sampled.
         """

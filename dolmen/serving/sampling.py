@@ -78,8 +78,10 @@ def apply_penalties(
     params: SamplingParams,
     prompts: Sequence[int] | None = None,
 ) -> Float[Tensor, "rows vocabulary"]:
-    """Return the logits after logit bias, penalties, and min_new_tokens (stop tokens get -inf
-    before). These act on greedy decoding too. Arguments as in `process`.
+    """Return the logits after logit bias, repetition, presence and frequency penalties, and
+    min_new_tokens (stop tokens get -inf before). These act on greedy decoding too. `tokens`: ids of
+    each row so far, prompt and output. `prompts`: the length of each row's prompt (unset: 0), which
+    presence, frequency and min_new_tokens do not count.
     """
     begin = prompts or [0] * len(tokens)
     if params.logit_bias:
@@ -289,8 +291,9 @@ def select_tokens(
 
 
 def _verify_drafts(scores: Scores, proposal: Proposal) -> Scores:
-    """Return a copy of the processed logits in which the rows of `proposal` are conditioned on
-    their drafts.
+    """Return a copy of the processed logits in which the rows with a sampled draft have the
+    distribution that rejection sampling gives for it: the draft if it is accepted, else another
+    token.
     """
     out, rows = scores.clone(), proposal.rows
     out[rows] = condition_on_draft(scores[rows], proposal.tokens, proposal.scores)

@@ -84,7 +84,7 @@ class SequenceGroup:
 
     @property
     def new_tokens(self) -> list[int]:
-        """Tokens that were sampled."""
+        """Ids of the tokens sampled so far, without the prompt."""
         return self.tokens[len(self.request.tokens) :]
 
     @property

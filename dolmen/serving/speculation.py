@@ -67,7 +67,7 @@ class Proposer(Protocol):
     """Most tokens that are drafted for a sequence at once."""
 
     def inference(self) -> AbstractContextManager[None]:
-        """Context within which `propose` may be called."""
+        """Return a context manager within which `propose` may be called."""
         ...
 
     def propose(
@@ -152,7 +152,9 @@ class DraftModel:
 
     @contextmanager
     def inference(self) -> Iterator[None]:
-        """Context in which the model keeps no gradients and its weights are prepacked."""
+        """Context manager in which the draft model keeps no gradients and its weights are
+        prepacked.
+        """
         with data.inference(self.model):
             self.model.prepack(self._weights)
             try:

@@ -207,7 +207,7 @@ class LatentAttentionSpec:
 
     @property
     def mask(self) -> Literal["causal", "prefix", "both"]:
-        """Attention mask, as in `AttentionSpec`: always causal."""
+        """Attention mask: always causal."""
         return "causal"
 
     @property

@@ -130,8 +130,8 @@ class CompletionResponse(Response):
         stream: bool,
         options: StreamOptions | None,
     ):
-        """`path`: endpoint, for the metrics. `stream`: send server-sent events. `options`: None as
-        `include_usage: false`.
+        """`path`: endpoint, for the metrics. `stream`: send server-sent events. `options`: with
+        include_usage the last event has the token counts; None: it has not.
         """
         self.path, self.session, self.format = path, session, format
         self.stream, self.include_usage = stream, options is not None and options.include_usage
@@ -139,7 +139,9 @@ class CompletionResponse(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response, close the session, and count the final status."""
+        """Send the completions of the session, as JSON or as events, while watching for a client
+        that disconnects; then close the session, and count the request with its final status.
+        """
         # counted if the send is cancelled because the connection is gone
         status = DISCONNECTED
         try:
@@ -277,7 +279,9 @@ class Endpoints:
         return Response(self.sessions.metrics.text(), media_type=CONTENT_TYPE)
 
     def _model(self, name: str) -> dict[str, Any]:
-        """Return the entry of a model in /v1/models; an adapter has the base model as `parent`."""
+        """Return the entry of a model in /v1/models; that of an adapter names the base model as
+        `parent`.
+        """
         fields = {"id": name, "object": "model", "created": self.created, "owned_by": "dolmen"}
         return fields if name == self.name else fields | {"parent": self.name}
 
@@ -387,20 +391,20 @@ def create_app(endpoints: Endpoints, metrics: ServerMetrics, key: str) -> FastAP
         metrics.requests.labels(path, str(int(status))).inc()
 
     async def api_error(request: Request, error: Exception) -> Response:
-        """Answer an ApiError."""
+        """Answer an ApiError with its status and JSON body, and count it."""
         assert isinstance(error, ApiError), "registered for this class"
         count_error(_path(request), error.status)
         return error_response(error)
 
     async def http_error(request: Request, error: Exception) -> Response:
-        """Answer errors of Starlette, such as 404 and 405."""
+        """Answer errors of Starlette, such as 404 and 405, in OpenAI's format, and count them."""
         assert isinstance(error, HTTPException), "registered for this class"
         count_error(_path(request), error.status_code)
         text = f"{request.method} {request.url.path[:200]}: {error.detail}"
         return error_response(ApiError(HTTPStatus(error.status_code), text))
 
     async def internal_error(request: Request, _: Exception) -> Response:
-        """Answer any other exception with status 500; its text stays in the log."""
+        """Answer any other exception with status 500, and count it; its text stays in the log."""
         count_error(_path(request), HTTPStatus.INTERNAL_SERVER_ERROR)
         # no details: they may contain prompts of other clients
         text = "internal error: see the log of the server"

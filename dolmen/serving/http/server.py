@@ -63,8 +63,8 @@ class HeadLimitParser(h11.Connection):
         self.max_bytes = max_bytes
 
     def next_event(self) -> Any:
-        """Return the next event of a request. Raises RemoteProtocolError (431) for a head over the
-        limit, before it is parsed.
+        """Return the next event of a request. Raises RemoteProtocolError (431), before it is
+        parsed, for request line and headers of more bytes than the limit.
         """
         if self.their_state is h11.IDLE:
             end = BLANK_LINE.search(self.trailing_data[0])
@@ -89,20 +89,22 @@ class LimitedConnection(H11Protocol):
     read_timer: asyncio.TimerHandle | None = None
 
     def __init__(self, config: Config, *args: Any, **kwargs: Any):
-        """Replace the parser, and hand `abort` to the application in `request.state`."""
+        """Use a parser that bounds the head of a request, and hand `abort` to the application in
+        `request.state`.
+        """
         super().__init__(config, *args, **kwargs)
         self.conn = HeadLimitParser(self.head_bytes)
         # uvicorn copies it to the state of each request
         self.app_state = {**self.app_state, "abort": self._abort}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]  # as uvicorn's
-        """Start the timer of the first head."""
+        """Start the time limit within which the first request line and headers must arrive."""
         super().connection_made(transport)
         self._begin_head()
 
     def data_received(self, data: bytes) -> None:
-        """Stop the head's timer when it is complete; start it with the first bytes of the next
-        one.
+        """Pass data on to the parser. End the time limit of the head (request line and headers)
+        when it is complete; start it with the first bytes of the next one.
         """
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:  # the head is complete, or nothing more comes
@@ -111,24 +113,26 @@ class LimitedConnection(H11Protocol):
             self._begin_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop both timers."""
+        """Stop the timers of the head and of unread responses."""
         self._end_head()
         self._end_reading()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Start the read timer: the write buffer is full, so the client does not read."""
+        """Start the timer that aborts the connection: the write buffer is full, as the client does
+        not read.
+        """
         super().pause_writing()
         self._end_reading()
         self.read_timer = self.loop.call_later(self.read_time, self._abort)
 
     def resume_writing(self) -> None:
-        """Stop the read timer: the client has read."""
+        """Stop the timer of unread responses: the client has read."""
         super().resume_writing()
         self._end_reading()
 
     def on_response_complete(self) -> None:
-        """Start the read timer if the connection closes with data in its buffer."""
+        """Start the timer of unread responses if the connection closes with data in its buffer."""
         super().on_response_complete()
         # asyncio sends the buffer before it closes, however long the client takes
         if self.transport.is_closing() and self.read_timer is None:
@@ -157,17 +161,19 @@ class LimitedConnection(H11Protocol):
         self.transport.abort()
 
     def _begin_head(self) -> None:
-        """Start the timer that closes the connection if the head is not complete in time."""
+        """Start the timer that closes the connection if request line and headers are not complete
+        in time.
+        """
         self.head_timer = self.loop.call_later(self.head_time, self._close)
 
     def _end_head(self) -> None:
-        """Stop the head's timer."""
+        """Stop the timer of request line and headers, if it runs."""
         if self.head_timer is not None:
             self.head_timer.cancel()
             self.head_timer = None
 
     def _end_reading(self) -> None:
-        """Stop the read timer."""
+        """Stop the timer of unread responses, if it runs."""
         if self.read_timer is not None:
             self.read_timer.cancel()
             self.read_timer = None
@@ -242,8 +248,8 @@ def serve(
     draft: ModelSource | None = None,
 ) -> None:
     """Load the model, and the `draft` model of speculative decoding, and serve it until SIGINT or
-    SIGTERM, on every rank of `mesh`; the first rank runs the HTTP server. Raises ValueError as
-    `check`, and what the engine raises.
+    SIGTERM, on every rank of `mesh`; the first rank runs the HTTP server. Raises ValueError for a
+    bad key or address or options that the model cannot have, and what the engine raises.
     """
     # bound first, so that clients wait in the backlog while the model loads
     listener = bind_socket(config) if mesh.first else None
