@@ -34,8 +34,8 @@ RUNS = ("subprocess.Popen", "os.posix_spawn")  # of another Python; fc-list and 
 def markers(item: pytest.Function) -> list[str]:
     """What a test needs, of NEEDS."""
     fixtures = item._fixtureinfo.name2fixturedefs
-    asked = [found.func for name in item.fixturenames for found in fixtures.get(name, ())]
-    return needs_of(item.function, *asked)
+    requested = [found.func for name in item.fixturenames for found in fixtures.get(name, ())]
+    return needs_of(item.function, *requested)
 
 
 @cache  # a test of a hundred cases is one function

@@ -272,11 +272,11 @@ def _cause(first: tuple[str, str], queue) -> tuple[str, str]:
     """Of what ranks tell, the first that is no peer's end: a rank that raises ends, and those that
     wait for it say that its connection is closed, perhaps before it says why.
     """
-    told = [first]
+    reported = [first]
     end = time.monotonic() + 1
     while time.monotonic() < end:
         while not queue.empty():
-            told.append(queue.get())
+            reported.append(queue.get())
         time.sleep(0.02)
-    own = [one for one in told if not CLOSED.search(one[1])]
-    return (own or told)[0]
+    own = [one for one in reported if not CLOSED.search(one[1])]
+    return (own or reported)[0]

@@ -63,8 +63,8 @@ def test_a_module_of_ones_own(examples):
     import toymodel
 
     whole = toymodel.train(SINGLE)
-    begun = toymodel.train(SINGLE, steps=4, folder="toy")
-    assert begun + toymodel.train(SINGLE, folder="toy") == whole and whole[-1] < whole[0]
+    started = toymodel.train(SINGLE, steps=4, folder="toy")
+    assert started + toymodel.train(SINGLE, folder="toy") == whole and whole[-1] < whole[0]
 
 
 @pytest.mark.spawn

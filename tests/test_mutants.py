@@ -280,9 +280,9 @@ def test_the_draw_is_uniform_over_functions_then_rules(monkeypatch):
 
 def test_a_seed_draws_the_same_faults_each_once():
     functions = small_functions()
-    drawn = automatic.draw(functions, 500, 7)
-    assert drawn == automatic.draw(dict(reversed(functions.items())), 500, 7)
-    assert len(set(drawn)) == 500 and drawn != automatic.draw(functions, 500, 8)
+    sampled = automatic.draw(functions, 500, 7)
+    assert sampled == automatic.draw(dict(reversed(functions.items())), 500, 7)
+    assert len(set(sampled)) == 500 and sampled != automatic.draw(functions, 500, 8)
     with pytest.raises(ValueError, match="--automatic 9999: these packages have 2223 possible"):
         automatic.draw(functions, 9999, 7)
 
@@ -358,8 +358,8 @@ def test_a_recorded_run_knows_the_rows_of_spawned_ranks(tmp_path):
 def test_the_test_that_killed_is_found_again():
     fault = Fault("", "", "", "", ("t.py::a", "t.py::a[x: y]"))
 
-    def killer(told: str, fault: Fault = fault) -> tuple[str, ...]:
-        return automatic.killing_test(fault, Case("failed", told, 1.0)).tests
+    def killer(reported: str, fault: Fault = fault) -> tuple[str, ...]:
+        return automatic.killing_test(fault, Case("failed", reported, 1.0)).tests
 
     assert killer("t.py::a[x: y]: AssertionError: 1") == ("t.py::a[x: y]",)
     assert killer("the process died") == ("t.py::a",)
@@ -377,12 +377,12 @@ def test_the_report_of_faults_made_by_rule():
     ends = [(faulty, "killed"), (same, "killed"), (same, "survived")]
     ends += [(faulty, "survived"), (faulty, "late"), (faulty, "unreached")]
     found = [automatic.Result(candidate, fault, 3, verdict) for fault, verdict in ends]
-    told = automatic.report(found, Record({"t": 1.0}, folders=("tests/ops",)))
-    assert "| ops | 6 | 2 | 1 | 1 | 1 | 1 | 40 % |" in told
-    assert "| 3 | 6 | 2 | 1 | 1 | 1 | 1 | 40 % |" in told and "| arithmetic | 6 |" in told
-    assert "- equivalent: dolmen/ops/norm.py:2 f [arithmetic] (no reason)\n" in told
-    assert "`return a + a`\n  `return a - a`" in told
-    assert told.endswith(
+    reported = automatic.report(found, Record({"t": 1.0}, folders=("tests/ops",)))
+    assert "| ops | 6 | 2 | 1 | 1 | 1 | 1 | 40 % |" in reported
+    assert "| 3 | 6 | 2 | 1 | 1 | 1 | 1 | 40 % |" in reported and "| arithmetic | 6 |" in reported
+    assert "- equivalent: dolmen/ops/norm.py:2 f [arithmetic] (no reason)\n" in reported
+    assert "`return a + a`\n  `return a - a`" in reported
+    assert reported.endswith(
         "mutation score: 40.0 % of 6 drawn; 50.0 % of the 5 whose line a recorded test executes"
     )
 

@@ -44,10 +44,10 @@ def test_what_pages_are_made_of_is_there():
 
 def named(page: str) -> list[str]:
     """`package.module.name` of all that a page of the API asks for, members too."""
-    asked = re.findall(r"(?m)^::: ([\w.]+)((?:\n .*)*)", page)
+    requested = re.findall(r"(?m)^::: ([\w.]+)((?:\n .*)*)", page)
     return [
         f"{name}.{member}"
-        for name, options in asked
+        for name, options in requested
         for member in [*re.findall(r"\w+", "".join(re.findall(r"members: \[(.*)\]", options))), ""]
     ]
 
@@ -79,8 +79,8 @@ def test_a_workflow_calls_what_is_there(file):
         assert set(job.get("needs", "").split()) <= workflow["jobs"].keys(), name
         for step in job["steps"]:
             assert ("run" in step) != ("uses" in step), name
-            asked = re.findall(r"\bmake ([\w-]+)", step.get("run", ""))
-            assert set(asked) <= TARGETS, f"{name}: make {asked}"
+            requested = re.findall(r"\bmake ([\w-]+)", step.get("run", ""))
+            assert set(requested) <= TARGETS, f"{name}: make {requested}"
             assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step.get("uses", "a/b@v1"))
 
 

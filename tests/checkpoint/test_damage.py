@@ -143,9 +143,11 @@ def test_a_newer_format_is_no_damage(store):
         before = path.read_bytes()
         path.write_bytes(before.replace(old, new))
         assert path.read_bytes() != before and (name == folders.STATE or not loads(store))
-    with pytest.raises(ValueError, match="by a newer dolmen: it has format 3, .* up to 2;") as told:
+    with pytest.raises(
+        ValueError, match="by a newer dolmen: it has format 3, .* up to 2;"
+    ) as raised:
         store.meta(1)
-    assert not isinstance(told.value, Damaged)
+    assert not isinstance(raised.value, Damaged)
 
 
 @pytest.mark.parametrize(
@@ -202,9 +204,9 @@ def huge(t) -> None:
 @pytest.mark.parametrize("case", MADE_UP)
 def test_made_up_descriptions_are_refused(store, case):
     edit(store.path(1), MADE_UP[case])
-    with pytest.raises(Damaged) as told:
+    with pytest.raises(Damaged) as raised:
         open_checkpoint(store.path(1)).read("model/w")
-    assert "\n" not in str(told.value) and not loads(store)
+    assert "\n" not in str(raised.value) and not loads(store)
 
 
 BOMBS = {

@@ -41,13 +41,13 @@ class Gpu:
             monkeypatch.setattr(torch.Tensor, "copy_", copy)
 
         @contextmanager
-        def beside():
+        def extra():
             self.inside = True
             monkeypatch.setattr(torch.Tensor, "copy_", later)
             yield
             self.inside = False
 
-        self.pinned = Pinned(self.allocate, beside, arrived)
+        self.pinned = Pinned(self.allocate, extra, arrived)
 
     def allocate(self, size: int) -> torch.Tensor:
         self.sizes.append(size)

@@ -154,7 +154,7 @@ def gone() -> OSError:
 
 
 @pytest.mark.parametrize(
-    "causes, told",
+    "causes, message",
     [
         ([(full(), True)], 0),
         ([(full(), False)], 0),
@@ -167,20 +167,20 @@ def gone() -> OSError:
         ([], None),
     ],
 )
-def test_a_write_error_is_told_by_its_cause(causes, told, tmp_path, monkeypatch):
+def test_a_write_error_is_told_by_its_cause(causes, message, tmp_path, monkeypatch):
     """One that was declared, or one that makes writes fail; a full disk by its room; else torch's
     own.
     """
     free = {"more": 2**20, "less": 2**20 - 1}
-    for room in free if told is None else ("more",):
+    for room in free if message is None else ("more",):
         error = chained(*causes)
         monkeypatch.setattr(
             shutil, "disk_usage", lambda _, room=room: SimpleNamespace(free=free[room])
         )
         with pytest.raises((OSError, RuntimeError)) as raised, explain_write_errors(tmp_path):
             raise error
-        if told is not None:
-            assert raised.value is causes[told][0]
+        if message is not None:
+            assert raised.value is causes[message][0]
         elif room == "more":
             assert raised.value is error
         else:
@@ -300,8 +300,8 @@ def test_what_to_remove_and_what_is_before_it_is_told(tmp_path):
     for step in (3, 5):
         checkpoints.save(step, tensors(step), {}, wait=True)
     assert checkpoints.newest() == 5
-    told = str(checkpoints.damage_error(5, ValueError("no end")))
-    assert told.endswith(f"(no end): remove {checkpoints.path(5)} to resume from step 3")
+    reported = str(checkpoints.damage_error(5, ValueError("no end")))
+    assert reported.endswith(f"(no end): remove {checkpoints.path(5)} to resume from step 3")
     assert str(checkpoints.damage_error(3, ValueError())).endswith(
         f"{checkpoints.path(3)} to start again"
     )

@@ -32,17 +32,17 @@ def words(material, *more) -> list:
 @pytest.fixture(scope="module")
 def run(material, tmp_path_factory):
     out = tmp_path_factory.mktemp("adapters") / "run"
-    asked = words(material, "--out", out, "--finish.export", "--finish.verify")
-    result = dolmen(*asked, "--checkpoint.every", 2)
+    arguments = words(material, "--out", out, "--finish.export", "--finish.verify")
+    result = dolmen(*arguments, "--checkpoint.every", 2)
     assert result.code == 0, result.err
     return out, result.out
 
 
 def test_a_run_tells_what_it_trains(run):
     """Two layers: of q 2 x (32 + 32), of down 2 x (48 + 32)."""
-    told = " ".join(run[1].split())
-    assert "LoRA rank 2 trains 576" in told
-    assert "transformers computes the same logits, loss, gradients and text from it" in told
+    reported = " ".join(run[1].split())
+    assert "LoRA rank 2 trains 576" in reported
+    assert "transformers computes the same logits, loss, gradients and text from it" in reported
 
 
 def test_an_export_has_adapters_merged(run, material):
@@ -141,8 +141,8 @@ def test_rows_of_a_file_name_adapters(run, folder, wide, tmp_path):
     rows, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     rows.write_text("".join(json.dumps(row) + "\n" for row in given))
     adapters = ("--adapters", f"run={run[0]}", f"peft={folder}")
-    asked = ("generate", wide, "--input", rows, "--output", out, *ASKED)
-    result = dolmen(*asked, *adapters, "--adapter", "peft")
+    arguments = ("generate", wide, "--input", rows, "--output", out, *ASKED)
+    result = dolmen(*arguments, *adapters, "--adapter", "peft")
     assert result.code == 0, result.err
     found = [json.loads(line) for line in out.read_text().splitlines()]
     for row, answer in zip(given, found, strict=True):
@@ -180,7 +180,7 @@ def test_adapters_that_are_not_of_the_base_are_refused(run, folder, wide, tmp_pa
     said = json.loads((folder / "adapter_config.json").read_text())
     (of_rank_3 / "adapter_config.json").write_text(json.dumps(said | {"r": 3}))
     fr = ("--adapters", f"fr={folder}")
-    for model, words, told in (
+    for model, words, reported in (
         (wide, fr, "in.jsonl, line 2: there is no adapter 'law': name one of fr"),
         (wide, (), "line 2: there is no adapter 'law': give --adapters NAME=FOLDER"),
         (wide, (*fr, "--adapter", "law"), "there is no adapter 'law': name one of fr"),
@@ -196,7 +196,7 @@ def test_adapters_that_are_not_of_the_base_are_refused(run, folder, wide, tmp_pa
         (other, ("--adapters", f"law={run[0]}"), "layers.0.attn.q.weight differs by 0.091 of its"),
     ):
         result = dolmen("generate", model, "--input", rows, "--output", out, *words)
-        assert result.code == 2 and told in result.words, result.words
+        assert result.code == 2 and reported in result.words, result.words
         assert not out.exists()
     result = dolmen("generate", wide, "--input", rows, "--output", out, *fr, "--skip-bad")
     assert result.code == 0 and "1 row skipped" in result.err, result.err
@@ -228,15 +228,15 @@ def test_a_run_on_weights_of_eight_bits(material, tmp_path):
     """It holds them so, in its checkpoints too; what reads it reads the weights that it has trained
     with, restored, and adapters merged into those.
     """
-    asked = words(material, "--adapter.frozen", "int8", "-v", "--out", tmp_path / "run")
-    result = dolmen(*asked, "--finish.export", "--finish.verify")
+    arguments = words(material, "--adapter.frozen", "int8", "-v", "--out", tmp_path / "run")
+    result = dolmen(*arguments, "--finish.export", "--finish.verify")
     assert result.code == 0, result.err
-    told = " ".join(result.out.split())
+    reported = " ".join(result.out.split())
     # two layers of q, k, v, o: 32 x (32 + 16 + 16 + 32), gate, up, down: 3 x 32 x 48; 7 scales
-    assert "61.4 kB of the frozen ones are stored in int8 (17.2 kB)" in told
-    assert "kernels attention by blocks, norms" in told, "-v, and no experts of a dense model"
-    assert "GFLOP per token" in told and "(LoRA rank " in told
-    assert "transformers computes the same logits, loss, gradients and text from it" in told
+    assert "61.4 kB of the frozen ones are stored in int8 (17.2 kB)" in reported
+    assert "kernels attention by blocks, norms" in reported, "-v, and no experts of a dense model"
+    assert "GFLOP per token" in reported and "(LoRA rank " in reported
+    assert "transformers computes the same logits, loss, gradients and text from it" in reported
     kept = tinyrun.tensors(tmp_path / "run", 4)
     after = load_file(tmp_path / "run/hf/model.safetensors")
     for ours, theirs in {"attn.q": "self_attn.q_proj", "attn.k": "self_attn.k_proj"}.items():
@@ -246,7 +246,7 @@ def test_a_run_on_weights_of_eight_bits(material, tmp_path):
         if ours == "attn.q":
             whole = whole + 8 / 2 * kept[f"{part}.lora_B"] @ kept[f"{part}.lora_A"]
         assert torch.equal(after[f"model.layers.1.{theirs}.weight"], whole.to(torch.bfloat16))
-    result = dolmen(*asked, "--resume", "--train.steps", 5)
+    result = dolmen(*arguments, "--resume", "--train.steps", 5)
     assert result.code == 0 and tinyrun.steps(tmp_path / "run")[-1] == 5, result.err
     result = dolmen(*words(material), "--out", tmp_path / "run", "--resume")
     assert result.code == 2 and "adapter.frozen: int8 -> whole" in result.words, result.words

@@ -79,8 +79,8 @@ def test_three_lines(material, tmp_path, capsys):
     text = str(model.generate("abc def", max_new_tokens=8))
     assert folder == tmp_path / "out" and text.startswith("abc def") and len(text) > len("abc def")
     assert model.logits("abc").shape == (len(model.tokenizer("abc")["input_ids"]), 300)
-    told = command("generate", folder / "hf", "--prompt", "abc def", "--max-new-tokens", 8).out
-    assert told.rstrip("\n") == text.rstrip("\N{REPLACEMENT CHARACTER}")
+    result = command("generate", folder / "hf", "--prompt", "abc def", "--max-new-tokens", 8).out
+    assert result.rstrip("\n") == text.rstrip("\N{REPLACEMENT CHARACTER}")
     assert not dist.is_initialized()
 
 
@@ -92,10 +92,10 @@ def test_a_run_has_its_history(run, tmp_path):
     written = RunFolder(tmp_path)
     assert written.losses == written.history == []
     step = {"tokens": 8, "lr": 0.1}
-    told = [{"step": 1, "loss": 2.5, **step}, {"step": 1, "val_loss": 3.0}]
-    told += [{"step": 2, "loss": None, **step}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in told))
-    assert written.history == told
+    reported = [{"step": 1, "loss": 2.5, **step}, {"step": 1, "val_loss": 3.0}]
+    reported += [{"step": 2, "loss": None, **step}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in reported))
+    assert written.history == reported
     assert written.losses[0] == 2.5 and len(written.losses) == 2 and math.isnan(written.losses[1])
 
 
@@ -224,11 +224,11 @@ def test_generate(material):
     ):
         for prompt in ("abc def", ""):  # an empty one begins at the tokenizer's beginning
             words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-            told = command(
+            result = command(
                 "generate", material.model, f"--prompt={prompt}", "--max-new-tokens=8", *words
             )
             made = model.generate(prompt, max_new_tokens=8, **options)
-            assert told.code == 0 and told.out == f"{made}\n", (options, told, made)
+            assert result.code == 0 and result.out == f"{made}\n", (options, result, made)
             assert dolmen.generate(material.model, prompt, max_new_tokens=8, **options) == made
             assert made.text == model.tokenizer.decode(made.tokens, skip_special_tokens=True)
             assert len(made.tokens) == len(made.logprobs) and max(made.logprobs) <= 0
@@ -239,9 +239,9 @@ def test_generate(material):
         for top_k in (None, 1)
     }
     assert len(texts) == 4  # top_k 1 is greedy at any seed
-    drawn = exact.generate(["abc", "d"], temperature=2.0, num_samples=3, max_new_tokens=9)
-    assert [len(samples) for samples in drawn] == [3, 3]
-    first = drawn[0][0]
+    sampled = exact.generate(["abc", "d"], temperature=2.0, num_samples=3, max_new_tokens=9)
+    assert [len(samples) for samples in sampled] == [3, 3]
+    first = sampled[0][0]
     part = first.text[2:4]
     (cut, *_), _ = exact.generate(
         ["abc", "d"], temperature=2.0, num_samples=3, max_new_tokens=9, stop=part
@@ -264,10 +264,10 @@ def test_generate(material):
         ({"max_tokens": 3}, "^unknown option 'max_tokens': did you mean max_new_tokens\\?$"),
         ({"batch": 1.5}, "^batch is 1.5: it must be a whole number$"),
     ):
-        asked = {"prompt": "a", **options}
+        request = {"prompt": "a", **options}
         for call in (model.generate, lambda **o: dolmen.generate(material.model, **o)):
             with pytest.raises(ValueError, match=said):
-                call(**asked)
+                call(**request)
     for call in (dolmen.generate, dolmen.evaluate):
         for dtype in ("float8", "float64"):
             with pytest.raises(ValueError, match=f"^dtype is '{dtype}': use one of float32, bf"):
@@ -361,8 +361,8 @@ def test_text_of_a_subclass_is_text(material, tmp_path):
         OURS = "ours"
 
     changes = {"name": Name.OURS, "data": {"path": np.array([str(material.docs)])[0]}}
-    asked = build_request(material.file, {**changes, "out": np.str_(tmp_path / "out")})
-    assert yaml.safe_load(yaml.safe_dump(to_dict(asked)))["config"]["name"] == "ours"
+    requested = build_request(material.file, {**changes, "out": np.str_(tmp_path / "out")})
+    assert yaml.safe_load(yaml.safe_dump(to_dict(requested)))["config"]["name"] == "ours"
 
 
 @pytest.mark.parametrize(

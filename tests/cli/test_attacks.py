@@ -41,10 +41,10 @@ def test_a_config_yaml_goes_on_in_its_own_folder(run):
     assert [row["step"] for row in rows(run)] == [1, 2, 3, 4, 5] and max(steps(run)) == 5
 
 
-@pytest.mark.parametrize("asked, code", [(4, 0), (3, 2)])
-def test_resume_with_nothing_left_changes_nothing(run, asked, code):
+@pytest.mark.parametrize("options, code", [(4, 0), (3, 2)])
+def test_resume_with_nothing_left_changes_nothing(run, options, code):
     before = (run / "config.yaml").read_text()
-    assert command("train", run / "config.yaml", "--resume", "--train.steps", asked).code == code
+    assert command("train", run / "config.yaml", "--resume", "--train.steps", options).code == code
     assert (run / "config.yaml").read_text() == before and steps(run) == [2, 4]
 
 

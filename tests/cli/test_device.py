@@ -121,10 +121,10 @@ def test_train_starts_nothing_on_too_few_gpus(machine, material, tmp_path, monke
     machine(1)
     monkeypatch.setattr(launcher, "launch", lambda *_: pytest.fail("it started processes"))
     words = ("train", material.file, "--out", tmp_path / "run", "--data.cache", tmp_path / "cache")
-    told = dolmen(*words, "--layout.tp", 2)
-    assert told.code == 2 and TWO + "train.device cpu" in told.words
-    told = dolmen(*words, "--nproc", 2)
-    assert told.code == 2 and TWO + "train.device cpu" in told.words
+    result = dolmen(*words, "--layout.tp", 2)
+    assert result.code == 2 and TWO + "train.device cpu" in result.words
+    result = dolmen(*words, "--nproc", 2)
+    assert result.code == 2 and TWO + "train.device cpu" in result.words
     assert not (tmp_path / "run").exists() and not (tmp_path / "cache").exists()
 
 
@@ -141,13 +141,13 @@ def test_other_verbs_refuse_too(machine, material, monkeypatch, verb):
     monkeypatch.setattr(launcher, "launch", lambda *_, **__: 7)
     machine(1)
     all_words = (verb, material.model, *words.get(verb, ()), "--layout.tp", 2)
-    told = dolmen(*all_words)
-    assert told.code == 2 and TWO + "device cpu" in told.words
+    result = dolmen(*all_words)
+    assert result.code == 2 and TWO + "device cpu" in result.words
     assert dolmen(*all_words, "--device", "cpu").code == 7
     machine(0)
     assert dolmen(*all_words).code == 7
-    told = dolmen(*all_words, "--device", "cuda")
-    assert told.code == 2 and "--device is cuda, but " in told.words
+    result = dolmen(*all_words, "--device", "cuda")
+    assert result.code == 2 and "--device is cuda, but " in result.words
 
 
 @pytest.fixture
@@ -174,18 +174,21 @@ def joining(monkeypatch, material, tmp_path):
 
 def test_two_ranks_with_one_gpu_are_refused(machine, joining, tmp_path):
     machine(1, 1)
-    told = joining(lambda mine: [mine, ("host-b", mine[1]), mine])
+    reported = joining(lambda mine: [mine, ("host-b", mine[1]), mine])
 
-    assert told.code == 2 and "ranks 0, 2 on " in told.words
-    assert "share one GPU, GPU-0000-0: give each rank its own" in told.words
-    assert "start 2 ranks, one per GPU; --train.device cpu uses none" in told.words
+    assert reported.code == 2 and "ranks 0, 2 on " in reported.words
+    assert "share one GPU, GPU-0000-0: give each rank its own" in reported.words
+    assert "start 2 ranks, one per GPU; --train.device cpu uses none" in reported.words
     assert not (tmp_path / "run").exists()
 
 
 def test_a_rank_without_a_gpu_is_refused(machine, joining, tmp_path):
     machine(1, 1)
-    told = joining(lambda mine: [mine, ("host-b", "")])
-    assert told.code == 2 and "1 of 2 ranks have no GPU, such as rank 1 on host-b" in told.words
+    reported = joining(lambda mine: [mine, ("host-b", "")])
+    assert (
+        reported.code == 2
+        and "1 of 2 ranks have no GPU, such as rank 1 on host-b" in reported.words
+    )
     assert not (tmp_path / "run").exists()
 
 

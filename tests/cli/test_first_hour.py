@@ -67,8 +67,8 @@ def test_several_prompts_give_several_texts(material):
     (first,) = package.generate(material.model, ("ab",), max_new_tokens=4)
     assert str(first) == texts[0]
     words = [word for prompt in prompts for word in ("--prompt", prompt)]
-    told = dolmen("generate", material.model, *words, "--max-new-tokens", 4)
-    assert told.code == 0 and told.out == "".join(f"{text}\n" for text in texts)
+    result = dolmen("generate", material.model, *words, "--max-new-tokens", 4)
+    assert result.code == 0 and result.out == "".join(f"{text}\n" for text in texts)
     for wrong in (3, ["a", None]):
         with pytest.raises(ValueError, match="^the prompt is (3|None): it must be a text$"):
             model.generate(wrong)
@@ -94,8 +94,8 @@ def test_a_changed_option_is_told_once(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "run")
     words = ("--train.steps", 7, "--train.global-batch-size", 8, "--train.seed", 1)
     result = dolmen("train", copy / "config.yaml", "--resume", *words)
-    told = [line.strip() for line in result.out.splitlines() if "changed: " in line]
-    assert sorted(told) == [
+    reported = [line.strip() for line in result.out.splitlines() if "changed: " in line]
+    assert sorted(reported) == [
         "changed: train.global_batch_size: 4 -> 8",
         "changed: train.microbatch_size: 4 -> 8",
         "changed: train.seed: 0 -> 1",
@@ -242,12 +242,12 @@ def test_every_verb_tells_what_nobody_knows_once(material, tmp_path):
         ("train", "pretrain", "--init", model, *text, "--train.steps", 1, "--out", run),
         ("export", run, "--to", tmp_path / "to"),
     ):
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             result = dolmen(*words)
         assert result.code == 0, result
         said = [
-            *(str(warning.message) for warning in told),
+            *(str(warning.message) for warning in warned),
             *result.out.split(),
             *result.err.split(),
         ]
@@ -303,14 +303,16 @@ def test_a_batch_over_an_epoch_is_told(material):
 
 
 def test_trainer_and_generator_that_disagree_are_told_with_what_to_look_at(material):
-    def told(off: float, dtype: str) -> str:
+    def reported(off: float, dtype: str) -> str:
         numbers = {MISMATCH: off, "rollout/logprob_difference": 0.01}
         return logprob_mismatch(material.config(train={"dtype": dtype}), numbers, 6) or ""
 
-    assert logprob_mismatch(material.config(), {}, 6) is None and not told(1.0, "float32")
-    assert "after step 6 trainer and generator disagree" in told(1.1, "float32")
-    assert "--rollout.tp 1" in told(3, "float32") and "is 3 times as far" in told(3, "float32")
-    assert "Rounding to bfloat16 can" in told(300, "bfloat16")
+    assert logprob_mismatch(material.config(), {}, 6) is None and not reported(1.0, "float32")
+    assert "after step 6 trainer and generator disagree" in reported(1.1, "float32")
+    assert "--rollout.tp 1" in reported(3, "float32") and "is 3 times as far" in reported(
+        3, "float32"
+    )
+    assert "Rounding to bfloat16 can" in reported(300, "bfloat16")
 
 
 def test_only_tokens_of_the_tokenizer_are_drawn(material, tmp_path):
@@ -324,12 +326,12 @@ def test_only_tokens_of_the_tokenizer_are_drawn(material, tmp_path):
     for temperature in (0.0, 2.0):
         known = model.tokenizer.get_vocab().values()
         assert max(map(max, engine.generate(model.decoder, ids, 8, temperature))) >= 300
-        drawn = engine.generate(model.decoder, ids, 8, temperature, known=known)
-        assert max(map(max, drawn)) < 300
+        sampled = engine.generate(model.decoder, ids, 8, temperature, known=known)
+        assert max(map(max, sampled)) < 300
     words = ("--temperature", 1, "--max-new-tokens", 8)
-    told = dolmen("generate", folder, "--prompt", "ab", *words)
-    assert told.code == 0 and len(told.out.strip()) > 2
-    assert told.out == f"{model.generate('ab', max_new_tokens=8, temperature=1.0)}\n"
+    result = dolmen("generate", folder, "--prompt", "ab", *words)
+    assert result.code == 0 and len(result.out.strip()) > 2
+    assert result.out == f"{model.generate('ab', max_new_tokens=8, temperature=1.0)}\n"
 
 
 @pytest.mark.parametrize("tokenizer", ["bpe:300", None])

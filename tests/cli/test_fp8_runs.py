@@ -83,8 +83,10 @@ def test_its_scales_go_to_transformer_engine_and_begin_another_run(whole, materi
         "--out",
         tmp_path / "run",
     )
-    begun = dolmen("train", material.file, *words)
-    assert begun.code == 0 and "fp8 scales of --init" in " ".join(begun.out.split()), begun.err
+    started = dolmen("train", material.file, *words)
+    assert started.code == 0 and "fp8 scales of --init" in " ".join(started.out.split()), (
+        started.err
+    )
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,8 @@ def written(file: Path, *rows: object) -> Path:
 
 
 def answers(model, rows: Path, out: Path, *words) -> list[dict]:
-    told = dolmen("generate", model, "--input", rows, "--output", out, *words)
-    assert told.code == 0, told.err
+    result = dolmen("generate", model, "--input", rows, "--output", out, *words)
+    assert result.code == 0, result.err
     assert not journal_path(out).exists()
     return read(out)
 
@@ -95,10 +95,10 @@ def test_drafts_change_no_row(material, tmp_path):
     plain = answers(material.model, rows, tmp_path / "plain", *greedy)
     for method in (("ngram",), ("draft", "--speculative.model", material.model)):
         words = ("generate", material.model, "--input", rows, *greedy, "--speculative.method")
-        told = dolmen(*words, *method, "--output", tmp_path / method[0])
-        assert told.code == 0, told.err
+        result = dolmen(*words, *method, "--output", tmp_path / method[0])
+        assert result.code == 0, result.err
         assert read(tmp_path / method[0]) == plain
-        assert "speculative decoding: accepted " in told.err
+        assert "speculative decoding: accepted " in result.err
         of_prompt = dolmen(*words[:2], "--prompt", "abc abc ", *words[4:], *method)
         assert of_prompt.code == 0, of_prompt.err
         assert "speculative decoding: accepted " in of_prompt.err
@@ -111,12 +111,12 @@ def test_draws_follow_from_the_seed_the_id_and_the_sample(material, tmp_path, mo
     rows = written(tmp_path / "in.jsonl", *given)
     whole = answers(material.model, rows, tmp_path / "a", *WARM, "--num-samples", 3)
     assert [[*row] for row in whole] == [["prompt", "id", "samples"]] * 5
-    drawn = {row["id"]: [one["tokens"] for one in row["samples"]] for row in whole}
-    assert len({tuple(tokens) for own in drawn.values() for tokens in own}) > 10
+    sampled = {row["id"]: [one["tokens"] for one in row["samples"]] for row in whole}
+    assert len({tuple(tokens) for own in sampled.values() for tokens in own}) > 10
     turned = written(tmp_path / "turned.jsonl", *given[::-1], {"prompt": "other"})
     words = (*WARM, "--max-batch-tokens", 6)  # one row at a time
     again = answers(material.model, turned, tmp_path / "b", *words)
-    assert [row["tokens"] for row in again[:5]] == [drawn[i][0] for i in range(4, -1, -1)]
+    assert [row["tokens"] for row in again[:5]] == [sampled[i][0] for i in range(4, -1, -1)]
     assert (
         again[5]["tokens"]
         != answers(material.model, turned, tmp_path / "c", "--temperature", 1.0, "--seed", 4)[5][
@@ -139,8 +139,8 @@ def test_stop_strings_log_probabilities_and_a_cut(material, tmp_path):
         assert len(after["logprobs"]) == len(after["tokens"]) and max(after["logprobs"]) < 0
     assert len(found[0]["tokens"]) < 12
     cut = ("generate", material.model, "--input", rows, "--output", tmp_path / "c")
-    told = dolmen(*cut, "--max-input-tokens", 4, "--max-new-tokens", 6)
-    assert told.code == 0 and "1 prompt truncated to 4 tokens, from the left" in told.err
+    result = dolmen(*cut, "--max-input-tokens", 4, "--max-new-tokens", 6)
+    assert result.code == 0 and "1 prompt truncated to 4 tokens, from the left" in result.err
     reader = load_tokenizer(str(material.model))
     ids = reader("abc def ghi jab cde fgh")["input_ids"]
     assert len(ids) > 4
@@ -150,14 +150,14 @@ def test_stop_strings_log_probabilities_and_a_cut(material, tmp_path):
 
 def test_what_generation_config_says_is_the_default_and_is_said(chatty, tmp_path):
     rows = written(tmp_path / "in.jsonl", {"prompt": "abc"})
-    told = dolmen("generate", chatty, "--input", rows, "--output", tmp_path / "a")
+    result = dolmen("generate", chatty, "--input", rows, "--output", tmp_path / "a")
     said = "from generation_config.json: max_new_tokens 5, temperature 0.8, top_k 7"
-    assert said in told.err and told.code == 0
+    assert said in result.err and result.code == 0
     words = ("--max-new-tokens", 5, "--temperature", 0.8, "--top-k", 7)
     assert read(tmp_path / "a") == answers(chatty, rows, tmp_path / "b", *words)
-    told = dolmen("generate", chatty, "--prompt", "abc", "--temperature", 0)
-    assert "generation_config.json: max_new_tokens 5\n" in told.err  # nothing of drawing
-    assert told.out == dolmen("generate", chatty, "--prompt=abc", "--temperature=0").out
+    result = dolmen("generate", chatty, "--prompt", "abc", "--temperature", 0)
+    assert "generation_config.json: max_new_tokens 5\n" in result.err  # nothing of drawing
+    assert result.out == dolmen("generate", chatty, "--prompt=abc", "--temperature=0").out
 
 
 def test_messages_are_written_by_the_chat_template(material, chatty, tmp_path):
@@ -173,8 +173,8 @@ def test_messages_are_written_by_the_chat_template(material, chatty, tmp_path):
         (chatty, "line 2: the chat template cannot render it: no such role"),
         (material.model, "line 1: the tokenizer has no chat template: give rows with `prompt`"),
     ):
-        told = dolmen("generate", model, "--input", rows, "--output", tmp_path / "c")
-        assert told.code == 2 and said in told.err and not (tmp_path / "c").exists()
+        result = dolmen("generate", model, "--input", rows, "--output", tmp_path / "c")
+        assert result.code == 2 and said in result.err and not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize(
@@ -196,30 +196,30 @@ def test_messages_are_written_by_the_chat_template(material, chatty, tmp_path):
 def test_what_is_refused_before_work_begins(material, tmp_path, words, said):
     rows = written(tmp_path / "in.jsonl", {"prompt": "a"}, {"prompt": "猫" * 30})
     out = tmp_path / "out.jsonl"
-    told = dolmen("generate", material.model, "--input", rows, "--output", out, *words)
-    assert told.code == 2 and said in told.words, told.err
-    assert told.err.count("\n") == 1 and not out.exists() and not journal_path(out).exists()
+    result = dolmen("generate", material.model, "--input", rows, "--output", out, *words)
+    assert result.code == 2 and said in result.words, result.err
+    assert result.err.count("\n") == 1 and not out.exists() and not journal_path(out).exists()
 
 
 def test_an_output_that_exists_and_bad_rows(material, tmp_path):
     rows = written(tmp_path / "in.jsonl", {"prompt": "a"}, "{", {"text": "b"}, {"prompt": "c"})
     out = written(tmp_path / "out.jsonl", "mine")
-    asked = ("generate", material.model, "--input", rows, "--max-new-tokens", 2, "--output")
-    told = dolmen(*asked, out)
-    assert told.code == 2 and "out.jsonl exists" in told.err and out.read_text() == "mine\n"
+    arguments = ("generate", material.model, "--input", rows, "--max-new-tokens", 2, "--output")
+    result = dolmen(*arguments, out)
+    assert result.code == 2 and "out.jsonl exists" in result.err and out.read_text() == "mine\n"
     out.unlink()
-    told = dolmen(*asked, out)
-    assert told.code == 2 and "in.jsonl, line 2: is not JSON" in told.err and not out.exists()
-    told = dolmen(*asked, out, "--skip-bad")
-    assert told.code == 0 and "2 rows skipped" in told.err
+    result = dolmen(*arguments, out)
+    assert result.code == 2 and "in.jsonl, line 2: is not JSON" in result.err and not out.exists()
+    result = dolmen(*arguments, out, "--skip-bad")
+    assert result.code == 0 and "2 rows skipped" in result.err
     assert [row["prompt"] for row in read(out)] == ["a", "c"]
-    assert "wrote" in told.err and "per second" in told.err
-    told = dolmen(*asked, out, "--skip-bad", "--resume")
-    assert told.code == 0 and "has all 2 rows: nothing left to do" in told.err
-    told = dolmen(*asked, tmp_path / "no/out.jsonl")
-    assert told.code == 2 and "does not exist: create it" in told.err
-    told = dolmen("generate", material.model, "--prompt", "a", "--output", out)
-    assert told.code == 2 and "--output needs --input FILE" in told.err
+    assert "wrote" in result.err and "per second" in result.err
+    result = dolmen(*arguments, out, "--skip-bad", "--resume")
+    assert result.code == 0 and "has all 2 rows: nothing left to do" in result.err
+    result = dolmen(*arguments, tmp_path / "no/out.jsonl")
+    assert result.code == 2 and "does not exist: create it" in result.err
+    result = dolmen("generate", material.model, "--prompt", "a", "--output", out)
+    assert result.code == 2 and "--output needs --input FILE" in result.err
 
 
 def test_a_run_that_is_ended_goes_on(material, tmp_path, monkeypatch):
@@ -229,7 +229,7 @@ def test_a_run_that_is_ended_goes_on(material, tmp_path, monkeypatch):
     words = (*WARM, "--max-new-tokens", 6, "--stop", "a")
     whole = answers(material.model, rows, tmp_path / "whole.jsonl", *words)
     assert len({len(row["tokens"]) for row in whole}) > 1
-    asked = ("generate", material.model, "--input", rows, "--output", out, *words)
+    arguments = ("generate", material.model, "--input", rows, "--output", out, *words)
     given_back, real = [], offline.OutputFile.add
 
     def failing(self, number, answer):
@@ -240,24 +240,24 @@ def test_a_run_that_is_ended_goes_on(material, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         patched.setattr(offline.OutputFile, "add", failing)
-        assert dolmen(*asked).code == 1
+        assert dolmen(*arguments).code == 1
     assert journal_path(out).exists() and len(read(out)) < 9
-    told = dolmen(*asked)
-    assert told.code == 2 and "is unfinished" in told.err
-    told = dolmen(*asked, "--resume", "--top-k", 4)
-    assert told.code == 2 and "top_k was None when" in told.err
+    result = dolmen(*arguments)
+    assert result.code == 2 and "is unfinished" in result.err
+    result = dolmen(*arguments, "--resume", "--top-k", 4)
+    assert result.code == 2 and "top_k was None when" in result.err
     there, waiting = out.read_bytes(), journal_path(out).read_bytes()
     written(out, whole[1])  # the first row is gone
-    told = dolmen(*asked, "--resume")
-    assert told.code == 2 and "out.jsonl, line 1: it does not belong to " in told.err
+    result = dolmen(*arguments, "--resume")
+    assert result.code == 2 and "out.jsonl, line 1: it does not belong to " in result.err
     assert read(out) == whole[1:2] and journal_path(out).read_bytes() == waiting
     out.write_bytes(there)
     seen = []
     monkeypatch.setattr(
         offline.OutputFile, "add", lambda self, n, a: (seen.append(n), real(self, n, a))
     )
-    told = dolmen(*asked, "--resume")
-    assert told.code == 0, told.err
+    result = dolmen(*arguments, "--resume")
+    assert result.code == 0, result.err
     assert read(out) == whole and not journal_path(out).exists()
     assert sorted(seen + given_back[:4]) == list(range(9))  # none is answered twice
 
@@ -269,15 +269,15 @@ def test_a_run_that_is_killed_goes_on(material, tmp_path):
     )
     out = tmp_path / "out.jsonl"
     words = ["generate", material.model, "--input", rows, "--output", out, "--max-new-tokens", 6]
-    asked = [*map(str, words), "--temperature", "1"]
+    arguments = [*map(str, words), "--temperature", "1"]
     path = os.environ | {"PYTHONPATH": tinyrun.path_of()}
-    with subprocess.Popen([sys.executable, "-m", "dolmen", *asked], env=path) as killed:
+    with subprocess.Popen([sys.executable, "-m", "dolmen", *arguments], env=path) as killed:
         while not (out.exists() and out.stat().st_size):
             assert killed.poll() is None
             time.sleep(0.01)
         killed.send_signal(signal.SIGKILL)
     assert journal_path(out).exists() and 0 < out.read_bytes().count(b"\n") < 800
-    assert dolmen(*asked, "--resume").code == 0
+    assert dolmen(*arguments, "--resume").code == 0
     found = read(out)
     assert [row["n"] for row in found] == list(range(800))
     few = written(
@@ -287,7 +287,7 @@ def test_a_run_that_is_killed_goes_on(material, tmp_path):
             for i, row in enumerate({"prompt": row["prompt"]} for row in found[:40])
         ),
     )
-    again = answers(material.model, few, tmp_path / "few", *asked[6:])
+    again = answers(material.model, few, tmp_path / "few", *arguments[6:])
     assert [row["tokens"] for row in again] == [row["tokens"] for row in found[:40]]
 
 
@@ -299,8 +299,8 @@ def test_two_models_of_two_stages_share_the_rows(material, tmp_path, capfd, fork
     alone = answers(material.model, rows, tmp_path / "alone", *words)
     layout = ("--layout.dp", 2, "--layout.pp", 2)
     assert answers(material.model, rows, tmp_path / "shared", *words, *layout) == alone
-    told = capfd.readouterr().err
-    assert told.count("wrote") == 1 and "11 rows" in told
+    output = capfd.readouterr().err
+    assert output.count("wrote") == 1 and "11 rows" in output
 
 
 def said(monkeypatch, text: str) -> None:
@@ -314,14 +314,14 @@ def test_chat(chatty, monkeypatch):
         return package.load(chatty).generate(ids, max_new_tokens=5, temperature=0).text
 
     said(monkeypatch, "ab\n/history\ncd\\\nef\n/nothing\n/reset\nab\n/exit\nnever\n")
-    told = dolmen("chat", chatty, "--system", "be", "--temperature", 0)
-    assert told.code == 0, told.err
+    result = dolmen("chat", chatty, "--system", "be", "--temperature", 0)
+    assert result.code == 0, result.err
     first = line("<s>be\n<u>ab\n<a>")
     second = line(f"<s>be\n<u>ab\n<a>{first}\n<u>cd\nef\n<a>")
-    assert told.out == f"{first}\n{second}\n{first}\n"
-    assert f"system: be\nuser: ab\nassistant: {escape(first)}\n" in told.err
-    assert "there is no command /nothing: /help lists" in told.err
-    assert told.err.count("(the reply was truncated at 5 tokens: increase --max-new-tokens)") == 3
+    assert result.out == f"{first}\n{second}\n{first}\n"
+    assert f"system: be\nuser: ab\nassistant: {escape(first)}\n" in result.err
+    assert "there is no command /nothing: /help lists" in result.err
+    assert result.err.count("(the reply was truncated at 5 tokens: increase --max-new-tokens)") == 3
 
 
 def test_an_answer_that_stops_by_itself_is_not_called_cut(chatty, monkeypatch):
@@ -329,9 +329,9 @@ def test_an_answer_that_stops_by_itself_is_not_called_cut(chatty, monkeypatch):
     said(monkeypatch, "ab\n")
     answer = dolmen("chat", chatty, "--temperature", 0).out.rstrip("\n")
     said(monkeypatch, "ab\n")
-    told = dolmen("chat", chatty, "--temperature", 0, "--stop", answer[-1])
-    assert told.out.rstrip("\n") == answer[: answer.index(answer[-1])]
-    assert "was truncated" not in told.err
+    result = dolmen("chat", chatty, "--temperature", 0, "--stop", answer[-1])
+    assert result.out.rstrip("\n") == answer[: answer.index(answer[-1])]
+    assert "was truncated" not in result.err
 
 
 def test_ctrl_c_ends_an_answer_and_not_the_chat(chatty, monkeypatch):
@@ -347,18 +347,20 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(chatty, monkeypatch):
 
     monkeypatch.setattr(engine.Engine, "step", step)
     said(monkeypatch, "ab\n/history\n/retry\n")
-    told = dolmen("chat", chatty, "--temperature", 0)
-    assert told.code == 0
-    short, whole = told.out.split("\n")[:2] if told.out.count("\n") == 2 else (None, told.out)
+    result = dolmen("chat", chatty, "--temperature", 0)
+    assert result.code == 0
+    short, whole = result.out.split("\n")[:2] if result.out.count("\n") == 2 else (None, result.out)
     assert short is not None and whole.startswith(short) and len(steps) == 2 + 5
-    assert f"assistant: {short}\n" in told.err
+    assert f"assistant: {short}\n" in result.err
 
 
 def test_a_chat_that_cannot_be(material, chatty, monkeypatch):
-    told = dolmen("chat", material.model)
-    assert told.code == 2 and "the tokenizer has no chat template" in told.err
-    assert "dolmen generate --prompt" in told.err
+    result = dolmen("chat", material.model)
+    assert result.code == 2 and "the tokenizer has no chat template" in result.err
+    assert "dolmen generate --prompt" in result.err
     said(monkeypatch, "a b c d e f g h i j " * 5 + "\nab\n")
-    told = dolmen("chat", chatty, "--temperature", 0)
-    assert told.code == 0 and "max_position_embeddings is 64: start again with /reset" in told.err
-    assert told.out.count("\n") == 1  # and the chat goes on
+    result = dolmen("chat", chatty, "--temperature", 0)
+    assert (
+        result.code == 0 and "max_position_embeddings is 64: start again with /reset" in result.err
+    )
+    assert result.out.count("\n") == 1  # and the chat goes on

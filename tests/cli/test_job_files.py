@@ -151,8 +151,8 @@ def test_processes_of_a_cpu_ask_for_no_gpu(file):
 def test_what_is_refused_writes_nothing(file, monkeypatch, words, said):
     monkeypatch.setenv("PATH", "/nowhere")
     before = sorted(os.listdir())
-    told = dolmen("launch", *words)
-    assert told.code == 2 and said in told.err and sorted(os.listdir()) == before
+    result = dolmen("launch", *words)
+    assert result.code == 2 and said in result.err and sorted(os.listdir()) == before
 
 
 @pytest.mark.parametrize("code", (0, 3))

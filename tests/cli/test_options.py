@@ -391,8 +391,8 @@ def test_other_spellings_lead_to_our_options(spelling):
         "max-length",
         "vocab-size",
     }  # of `generate`, `serve` and `convert` alone
-    told = [suggestion(spelling, options) for options in known_options()]
-    assert f"did you mean --{targets[0]}?" in told, told
+    reported = [suggestion(spelling, options) for options in known_options()]
+    assert f"did you mean --{targets[0]}?" in reported, reported
 
 
 @pytest.mark.parametrize("spelling", HOW)
@@ -571,8 +571,10 @@ def test_every_run_has_a_short_help(tmp_path):
 
 def test_the_short_help_of_ppo_has_the_defaults_of_its_start():
     alone = dolmen("train", "ppo", "--help").out
-    begun = dolmen("train", "ppo", "--init", "model", "--help").out
-    assert "[0.003]" in alone and "[1e-06]" in begun and "[python-standard-library]" not in begun
+    started = dolmen("train", "ppo", "--init", "model", "--help").out
+    assert (
+        "[0.003]" in alone and "[1e-06]" in started and "[python-standard-library]" not in started
+    )
 
 
 def test_choices_and_defaults_of_a_model_are_shown():

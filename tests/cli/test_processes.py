@@ -284,14 +284,14 @@ def test_generate_over_two_ranks(material, tmp_path, capfd, forked_ranks):
     words = ("generate", material.model, "--max-new-tokens", 8)
     one = dolmen(*words, "--prompt", "abc def")
     assert one.code == 0 and dolmen(*words, "--prompt", "abc def", *TWO).code == 0
-    told = capfd.readouterr()
-    assert (told.out, told.err) == (one.out, one.err) and not one.err
+    output = capfd.readouterr()
+    assert (output.out, output.err) == (one.out, one.err) and not one.err
     (tmp_path / "in.txt").write_text("abc def\n")
     words = (*words, "--input", tmp_path / "in.txt", "--output")
     one = dolmen(*words, tmp_path / "one.jsonl")
     assert one.code == 0 and dolmen(*words, tmp_path / "two.jsonl", *TWO).code == 0
-    told = capfd.readouterr()
-    held = [float(err.split(" in use, ")[1].split()[0]) for err in (one.err, told.err)]
+    output = capfd.readouterr()
+    held = [float(err.split(" in use, ")[1].split()[0]) for err in (one.err, output.err)]
     assert held[0] == 2 * held[1]
 
 
@@ -548,17 +548,17 @@ def test_half_set_variables_are_told(env, said):
 def test_every_verb_tells_half_set_variables(words, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "x"}.items():
         monkeypatch.setenv(name, value)
-    told = dolmen(*words)
-    assert told.code == 2 and "Traceback" not in told.err
-    assert told.words.startswith(
+    result = dolmen(*words)
+    assert result.code == 2 and "Traceback" not in result.err
+    assert result.words.startswith(
         f"dolmen {words[0]}: WORLD_SIZE is 'x', but RANK is '0': it must be a whole"
     )
 
 
 def failure(rank: int, code: int, text: str | None = None, when: int = 0):
-    told = {"message": {"message": text} if text else ""}
+    reported = {"message": {"message": text} if text else ""}
     return SimpleNamespace(
-        local_rank=rank, pid=100 + rank, exitcode=code, timestamp=when, error_file_data=told
+        local_rank=rank, pid=100 + rank, exitcode=code, timestamp=when, error_file_data=reported
     )
 
 

@@ -580,13 +580,13 @@ def test_one_process_per_host_verifies(material, tmp_path, monkeypatch, started,
     """The launcher, or local rank 0 under torchrun, compares the cache with its digests and tries
     the tokenizer.
     """
-    asked = []
+    calls = []
 
     def checked(*args, verify=True, **_):
-        asked.append(("inputs", verify))
+        calls.append(("inputs", verify))
 
     def prepared(*args, verify=True, **_):
-        asked.append(("cache", verify))
+        calls.append(("cache", verify))
 
     monkeypatch.setattr(inputs, "check_inputs", checked)
     monkeypatch.setattr(loader, "load", prepared)
@@ -598,7 +598,7 @@ def test_one_process_per_host_verifies(material, tmp_path, monkeypatch, started,
     monkeypatch.setattr(worker, "worker", lambda *_, **__: None)
     monkeypatch.setattr(worker, "finish_run", lambda *_: 0)
     assert worker.run(parse_run("train", words)) == 0
-    assert asked == expected
+    assert calls == expected
 
 
 @pytest.mark.parametrize("option", ["--out", "--init", "--data.path", "--data.cache"])

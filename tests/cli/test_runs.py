@@ -162,14 +162,14 @@ def test_resumed_is_bitwise_never_stopped(whole, tmp_path):
     assert after[:4] == before[:4] and len(after) == len(before) == 8 and after[5] != before[5]
     assert [row["tokens"] for row in rows(copy)] == [row["tokens"] for row in rows(out)]
     assert same(tensors(copy, 6), tensors(out, 6))
-    told = list(Tail(copy / "history.jsonl", kinds.HISTORY_ROW).read())
-    assert [row["step"] for row in told if "begun" in row] == [0, 3]
-    assert [row["begun"] for row in told if "begun" in row] == ["new", "resumed"]
-    assert [row["reached"] for row in told if "begun" in row] == [0, 5]
-    assert len({row["run_id"] for row in told if "begun" in row}) == 1
-    assert [(row["step"], row["ended"]) for row in told if "ended" in row] == [(6, "done")] * 2
-    assert [row["step"] for row in told if "saved" in row] == [3, 6, 6]
-    assert all(0.05 < gib < 64 for row in told for gib in row.get("memory_gib", ()))
+    reported = list(Tail(copy / "history.jsonl", kinds.HISTORY_ROW).read())
+    assert [row["step"] for row in reported if "begun" in row] == [0, 3]
+    assert [row["begun"] for row in reported if "begun" in row] == ["new", "resumed"]
+    assert [row["reached"] for row in reported if "begun" in row] == [0, 5]
+    assert len({row["run_id"] for row in reported if "begun" in row}) == 1
+    assert [(row["step"], row["ended"]) for row in reported if "ended" in row] == [(6, "done")] * 2
+    assert [row["step"] for row in reported if "saved" in row] == [3, 6, 6]
+    assert all(0.05 < gib < 64 for row in reported for gib in row.get("memory_gib", ()))
 
 
 def test_resume_with_nothing_saved_says_so_and_starts(whole, material, tmp_path):
@@ -201,7 +201,7 @@ def test_resume_says_what_changed(whole, material, tmp_path):
         material.docs / "0*.txt",
     )
     assert result.code == 0 and "resuming from step 6" in result.out
-    told = [line.strip() for line in result.out.splitlines() if line.startswith("  changed: ")]
+    reported = [line.strip() for line in result.out.splitlines() if line.startswith("  changed: ")]
     for words in (
         "optimizer.lr: 0.01 -> 0.002",
         "train.global_batch_size: 4 -> 2",
@@ -212,8 +212,8 @@ def test_resume_says_what_changed(whole, material, tmp_path):
         "layout",
     ):
         assert (words not in ("checkpoint", "layout")) == any(
-            line.startswith(f"changed: {words}") for line in told
-        ), (words, told)
+            line.startswith(f"changed: {words}") for line in reported
+        ), (words, reported)
     assert [row["tokens"] for row in rows(copy)][5:] == [384, 416, 448] and rows(copy)[-1][
         "lr"
     ] < 0.002

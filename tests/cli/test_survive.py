@@ -102,11 +102,11 @@ def test_killed_and_restarted_is_bitwise_never_killed(material, tmp_path, capfd)
 
 def light(tmp_path, monkeypatch, capfd, code: str, max_restarts: int = 2) -> tuple[int, str, int]:
     """launch() of two workers that only run `code`: (exit code, stderr, starts of the group)."""
-    begun = (
+    started = (
         f"if RANK: open({str(tmp_path)!r} + f'/begun-{{RANK}}-"
         "{os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}', 'w').close()"
     )
-    (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\n{begun}\n{code}")
+    (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\n{started}\n{code}")
     monkeypatch.setenv("PYTHONPATH", tinyrun.path_of(tmp_path))
     return (
         launcher.launch(2, ["--version"], max_restarts),
@@ -117,27 +117,27 @@ def light(tmp_path, monkeypatch, capfd, code: str, max_restarts: int = 2) -> tup
 
 
 def test_restarts_come_to_an_end(tmp_path, monkeypatch, capfd):
-    code, complained, begun = light(
+    code, complained, started = light(
         tmp_path,
         monkeypatch,
         capfd,
         "if RANK == '1': os.kill(os.getpid(), signal.SIGKILL)\nif RANK: time.sleep(60)",
     )
     assert (
-        (code, begun) == (1, 3)
+        (code, started) == (1, 3)
         and complained.count("was killed by SIGKILL") == 3
         and complained.count("dolmen: restart ") == 2
     )
 
 
 def test_a_restart_that_ends_well_is_well(tmp_path, monkeypatch, capfd):
-    code, complained, begun = light(
+    code, complained, started = light(
         tmp_path,
         monkeypatch,
         capfd,
         "if RANK == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(1)",
     )
-    assert (code, begun) == (0, 2) and "restart 1 of 2" in complained
+    assert (code, started) == (0, 2) and "restart 1 of 2" in complained
 
 
 FINAL = """
@@ -156,11 +156,13 @@ if RANK:
 )
 def test_what_would_fail_again_is_not_restarted(tmp_path, monkeypatch, capfd, error, code):
     root = os.path.dirname(os.path.dirname(package.__file__))
-    got, complained, begun = light(
+    got, complained, started = light(
         tmp_path, monkeypatch, capfd, FINAL.format(root=root, error=error)
     )
     assert (
-        (got, begun) == (code, 1) and "restart" not in complained and "Traceback" not in complained
+        (got, started) == (code, 1)
+        and "restart" not in complained
+        and "Traceback" not in complained
     )
 
 
@@ -236,9 +238,9 @@ def test_torchrun_restarts_what_was_killed_and_not_what_was_asked_to_end(materia
                 len(now := ranks(torchrun.pid)) == 2 and not set(now.values()) & set(first.values())
             )
         )
-        begun = (out / "metrics.jsonl").stat().st_ino  # a resumed run writes the file anew
+        started = (out / "metrics.jsonl").stat().st_ino  # a resumed run writes the file anew
         assert wait(
-            lambda: (out / "metrics.jsonl").stat().st_ino != begun and len(rows(out)) > 20
+            lambda: (out / "metrics.jsonl").stat().st_ino != started and len(rows(out)) > 20
         ), torchrun.communicate()
         torchrun.send_signal(signal.SIGTERM)
         said, complained = torchrun.communicate(timeout=PATIENCE)
@@ -452,13 +454,13 @@ def test_a_full_disk_is_told_and_breaks_nothing(material, small):
         "checkpoint": {"every": 1, "keep": 0},
         "log": {"validate_every": 0},
     }
-    with pytest.raises(RuntimeError, match="No space left on device") as told:
+    with pytest.raises(RuntimeError, match="No space left on device") as raised:
         package.train(str(material.file), out=small / "run", **options)
     newest = max(
         int(p.name[5:]) for p in (small / "run" / "checkpoints").iterdir() if p.name[5:].isdigit()
     )
-    assert f"is that of step {newest}: make room" in str(told.value) and "Traceback" not in str(
-        told.value
+    assert f"is that of step {newest}: make room" in str(raised.value) and "Traceback" not in str(
+        raised.value
     )
     assert len(tensors(small / "run", newest)) > 10 and newest < 10
 
@@ -470,6 +472,6 @@ def test_steps_that_are_not_finite_name_their_documents(material, tmp_path):
         "optimizer": {"lr": 1e30, "warmup_steps": 0, "clip": 0},
         "log": {"validate_every": 0},
     }
-    with pytest.raises(RuntimeError, match="last 3 steps, up to step .* non-finite") as told:
+    with pytest.raises(RuntimeError, match="last 3 steps, up to step .* non-finite") as raised:
         package.train(str(material.file), out=tmp_path / "run", **options)
-    assert str(told.value).count(": documents ") == 4, told.value  # rows of the batch
+    assert str(raised.value).count(": documents ") == 4, raised.value  # rows of the batch

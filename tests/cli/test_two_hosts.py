@@ -92,7 +92,7 @@ def torchrun(
     *words: str,
     each: tuple[tuple[str, ...], ...] = ((), ()),
     restarts: int = 0,
-    begun: Callable[[list[int]], None] = lambda pids: None,
+    started: Callable[[list[int]], None] = lambda pids: None,
 ) -> list[tuple[int, str, str]]:
     """`torchrun --nnodes 2 ... -m dolmen train` on both hosts at once, with `each`'s own options:
     (code, stdout, stderr) of each. `begun` is given the pids of the two torchruns.
@@ -148,7 +148,7 @@ def torchrun(
                 argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
             )
         )
-    begun([task.pid for task in tasks])
+    started([task.pid for task in tasks])
     try:
         return [
             (task.wait() if said is None else task.returncode, *said)
@@ -178,7 +178,7 @@ def test_tp_inside_a_host_and_another_axis_across(hosts, material, alone, tmp_pa
     """
     out = tmp_path / "run"
 
-    def begun(pids):
+    def started(pids):
         meanwhile(
             lambda: folders.list_checkpoints(out / "checkpoints"),
             lambda: os.kill(ranks(pids[1])[2], signal.SIGKILL),
@@ -194,7 +194,7 @@ def test_tp_inside_a_host_and_another_axis_across(hosts, material, alone, tmp_pa
         f"--layout.{across}",
         "2",
         restarts=int(kill),
-        **({"begun": begun} if kill else {}),
+        **({"begun": started} if kill else {}),
     )
     assert [code for code, *_ in said] == [0, 0], said
     assert any("resuming from step " in output for _, output, _ in said) == kill, said

@@ -211,8 +211,8 @@ def test_generate(exported):
         1,
         "--seed",
     )
-    drawn = [dolmen(*words, seed).out for seed in (1, 1, 2)]
-    assert drawn[0] == drawn[1] != drawn[2] and drawn[0] != first.out
+    sampled = [dolmen(*words, seed).out for seed in (1, 1, 2)]
+    assert sampled[0] == sampled[1] != sampled[2] and sampled[0] != first.out
 
 
 def test_a_run_is_what_its_export_is(material, run, exported):
@@ -221,10 +221,10 @@ def test_a_run_is_what_its_export_is(material, run, exported):
     cache = ("--data.cache", material.folder / "cache")
     texts, losses_ = set(), set()
     for name in (run, step, exported):
-        told = dolmen("generate", name, "--prompt", "abc def", "--max-new-tokens", 12)
+        result = dolmen("generate", name, "--prompt", "abc def", "--max-new-tokens", 12)
         read = dolmen("evaluate", name, "--data.path", material.docs, *cache)
-        assert told.code == read.code == 0, (told.err, read.err)
-        texts.add(told.out)
+        assert result.code == read.code == 0, (result.err, read.err)
+        texts.add(result.out)
         losses_.add(" ".join(read.out.partition("loss")[2].split()))
     assert len(texts) == len(losses_) == 1
     verified = dolmen("verify", run, "--length", 16)
@@ -249,8 +249,8 @@ def test_init_of_a_run_is_that_of_its_export(material, run, tmp_path):
     said = yaml.safe_load((tmp_path / f"from-{run.name}" / "config.yaml").read_text())
     assert said["init"] == str(run / "checkpoints" / "step-00000003")
     again = dolmen("export", tmp_path / "hf", "--to", tmp_path / "half", "--dtype", "float16")
-    told = f"wrote {tmp_path}/half, from {tmp_path}/hf, a transformers directory\n"
-    assert again.code == 0 and told == again.out
+    reported = f"wrote {tmp_path}/half, from {tmp_path}/hf, a transformers directory\n"
+    assert again.code == 0 and reported == again.out
 
 
 def test_a_run_goes_on_without_what_it_began_with(material, run, tmp_path):
@@ -275,14 +275,14 @@ def test_a_run_goes_on_without_what_it_began_with(material, run, tmp_path):
 
 
 def test_what_is_no_model_is_refused_by_every_verb(material, run, tmp_path):
-    damaged, begun = tmp_path / "damaged", tmp_path / "begun"
+    damaged, started = tmp_path / "damaged", tmp_path / "begun"
     shutil.copytree(run / "checkpoints", damaged / "checkpoints")
     with open(damaged / "checkpoints" / "step-00000003" / "state.json", "r+b") as file:
         file.write(b"x")
-    (begun / "checkpoints" / "step-00000002.partial").mkdir(parents=True)
+    (started / "checkpoints" / "step-00000002.partial").mkdir(parents=True)
     for folder, said in (
         (damaged, "state.json is damaged: its content has changed since it was saved"),
-        (begun, "begun has no complete checkpoint: checkpoints/ has only step-00000002.partial"),
+        (started, "begun has no complete checkpoint: checkpoints/ has only step-00000002.partial"),
         (material.docs, "docs is neither a Megatron checkpoint (latest_chec"),
     ):
         for words in (
@@ -318,8 +318,11 @@ def test_no_verb_writes_over_what_exists(tmp_path):
     ]
     for words in verbs:
         for output in (mine, "/dev/null") if "--as-recipe" not in words else (mine,):
-            told = dolmen(*words, output)
-            assert told.code == 2 and f"{words[-1]} {output} exists" in told.err, (words, told)
+            result = dolmen(*words, output)
+            assert result.code == 2 and f"{words[-1]} {output} exists" in result.err, (
+                words,
+                result,
+            )
     assert mine.read_text() == "mine" and {*tmp_path.iterdir()} == {mine, rows}
 
 
@@ -351,6 +354,6 @@ def test_names_are_printed_on_one_line(tmp_path):
         ("plan", "gpt-1.7b", "--cluster", "dgx-a100:1", "--no-dryrun", "--layout.tp", 8)
         + ("--as-recipe", tmp_path / "a\nb.yaml"),
     ):
-        told = dolmen(*words)
-        (line,) = [line for line in told.out.splitlines() if line.startswith("wrote ")]
-        assert told.code == 0 and "a\\nb." in line, told
+        result = dolmen(*words)
+        (line,) = [line for line in result.out.splitlines() if line.startswith("wrote ")]
+        assert result.code == 0 and "a\\nb." in line, result

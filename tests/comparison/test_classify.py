@@ -44,7 +44,7 @@ def side(tensors, **axes) -> Side:
     return Side(recording, TREE, LENGTH)
 
 
-def told(stage, name, a, b, beside=(), **axes):
+def reported_cause(stage, name, a, b, beside=(), **axes):
     """Of `a`, what each rank holds, where B holds `b`; `beside`: other tensors, of both."""
     more = {(stage, other): [t] for other, t in beside}
     x, y = side({(stage, name): a, **more}, **axes), side({(stage, name): [b], **more})
@@ -79,31 +79,33 @@ X, W = random(2 * LENGTH, 32), random(32, 32)
     ],
 )
 def test_a_kind(kind, stage, name, a, b):
-    found = told(stage, name, [a.contiguous()], b)
+    found = reported_cause(stage, name, [a.contiguous()], b)
     assert found.kind == kind and found.axis is None, found
 
 
 def test_tokens_that_are_off():
     later = X.unflatten(0, (-1, LENGTH)).roll(1, 1).flatten(0, 1)
-    assert told("forward", "embed", [later], X).kind == "shifted"
+    assert reported_cause("forward", "embed", [later], X).kind == "shifted"
     late = torch.where(torch.arange(2 * LENGTH)[:, None] % LENGTH >= 4, X.sin(), X)
-    assert told("forward", "layers.0.attn.sums", [late], X).text == (
+    assert reported_cause("forward", "layers.0.attn.sums", [late], X).text == (
         "tokens differ from position 4 on"
     )
 
 
 def test_terms_of_a_sum():
     middle = random(2 * LENGTH, 32) + 1
-    beside = [("layers.0.middle", middle)]
+    extra = [("layers.0.middle", middle)]
     for a, kind in ((X - middle, "missing term"), (X + middle, "added twice")):
-        found = told("forward", "layers.0", [a], X, beside)
+        found = reported_cause("forward", "layers.0", [a], X, extra)
         assert found.kind == kind and "layers.0.middle" in found.text
 
 
 def test_another_tensor():
     other = random(48, 32)
     x, y = other + 0, random(48, 32) * 2
-    found = told("weights", "layers.0.mlp.up.weight", [x], y, [("layers.0.mlp.gate.weight", other)])
+    found = reported_cause(
+        "weights", "layers.0.mlp.up.weight", [x], y, [("layers.0.mlp.gate.weight", other)]
+    )
     assert (found.kind, found.text) == ("swapped", "A's equals B's layers.0.mlp.gate.weight")
 
 
@@ -111,11 +113,11 @@ def test_another_tensor():
 def test_sums_over_ranks(axis):
     parts, axes = [X / 3, 2 * X / 3 + 0.1 * X.flip(0), X.flip(0) * -0.1], {axis: 3}
     name = "gradients", "final_norm.weight"
-    found = told(*name, [p[0] for p in parts], sum(parts)[0], **axes)
+    found = reported_cause(*name, [p[0] for p in parts], sum(parts)[0], **axes)
     assert (found.kind, found.axis) == ("a missing sum", axis)
-    found = told(*name, [X[0] / 3] * 3, X[0], **axes)
+    found = reported_cause(*name, [X[0] / 3] * 3, X[0], **axes)
     assert (found.kind, found.axis) == ("a missing sum", axis)
-    found = told(*name, [3 * X[0]] * 3, X[0], **axes)
+    found = reported_cause(*name, [3 * X[0]] * 3, X[0], **axes)
     assert (found.kind, found.axis) == ("a doubled sum", axis)
 
 
@@ -129,8 +131,8 @@ def test_angles_and_positions():
         return torch.stack(out, 2).flatten(1)
 
     name = "forward", "layers.0.attn.query"
-    assert told(*name, [turned(angle)], turned(1.2 * angle)).kind == "other angles"
-    assert told(*name, [turned(angle)], turned(angle + 1)).kind == "other positions"
+    assert reported_cause(*name, [turned(angle)], turned(1.2 * angle)).kind == "other angles"
+    assert reported_cause(*name, [turned(angle)], turned(angle + 1)).kind == "other positions"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_angles_and_positions():
     ],
 )
 def test_of_weights_it_is_no_function_that_differs(a, b, said):
-    assert told("weights", "layers.0.mlp.up.weight", [a], b).text == said
+    assert reported_cause("weights", "layers.0.mlp.up.weight", [a], b).text == said
 
 
 def test_the_table_fits_a_narrow_terminal():

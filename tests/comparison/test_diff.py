@@ -118,8 +118,8 @@ def test_what_has_another_form_inside_is_no_difference():
     fault = Fault("turned further", "", "", code=diff_faults.positions_off)
     found = diff_faults.report(fault, diff_faults.recorded(fault))
     assert found.ok, str(found)
-    told = {row.name for row in found.rows if "another form" in row.note}
-    assert {"layers.0.attn.query", "layers.0.attn.key"} <= told
+    reported = {row.name for row in found.rows if "another form" in row.note}
+    assert {"layers.0.attn.query", "layers.0.attn.key"} <= reported
 
 
 def test_what_has_another_form_does_not_hide_a_fault_behind_it():
@@ -172,9 +172,9 @@ def test_the_command(folder, tmp_path, capsys):
     bad, file = str(spoiled(folder, tmp_path)), tmp_path / "out.json"
     words = ["--until", "forward", "--length", "8", "--device", "cpu", "--json", str(file)]
     assert main(["diff", bad, str(folder), *words]) == 1
-    told = capsys.readouterr().out
-    assert "first difference: layers.0.attn_norm" in told and "a scale by row" in told
-    assert "rms_norm_eps is 0.001 in A" in told and "FIRST" in told
+    output = capsys.readouterr().out
+    assert "first difference: layers.0.attn_norm" in output and "a scale by row" in output
+    assert "rms_norm_eps is 0.001 in A" in output and "FIRST" in output
     written = json.loads(file.read_text())
     assert written["first"]["name"] == "layers.0.attn_norm" and not written["ok"]
     assert {row["stage"] for row in written["rows"]} == {"weights", "forward", "numbers"}
@@ -235,8 +235,8 @@ def test_an_encoder_is_seen_inside(pairs, tmp_path, capsys):
     assert "no difference: " in capsys.readouterr().out
     right = f"transformers:{tmp_path / 'right'}"
     assert main(["diff", str(tmp_path / "wrong"), right, *words]) == 1
-    told = capsys.readouterr().out
-    assert "first difference: weights of layers.1.attn.q.weight" in told
+    output = capsys.readouterr().out
+    assert "first difference: weights of layers.1.attn.q.weight" in output
 
 
 @pytest.mark.slow

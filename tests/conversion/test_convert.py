@@ -392,10 +392,10 @@ def test_parts_run_at_once_and_progress_is_their_sum():
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_the_first_failure_ends_all_threads(error):
     """A part that has begun ends at its next tensor, and the others do not begin."""
-    meeting, begun, whole = threading.Barrier(2, timeout=20), [], []
+    meeting, started, whole = threading.Barrier(2, timeout=20), [], []
 
     def work(part, advance):
-        begun.append(part)
+        started.append(part)
         if part < 2:
             meeting.wait()
         if part == 1:
@@ -406,7 +406,7 @@ def test_the_first_failure_ends_all_threads(error):
 
     with pytest.raises(error, match="the second part fails"):
         LayerPool(2).run(work, range(100))
-    assert not whole and len(begun) < 100
+    assert not whole and len(started) < 100
 
 
 def test_neighbours_of_a_layer_are_one_part():

@@ -74,8 +74,10 @@ def test_logits_are_those_of_transformers(case, models, tmp_path):
     assert difference(folder, logits) < 2e-5
     model.save_pretrained(tmp_path / "hf")
     spec = "te" if how.names is TE else "local"
-    told = run(tmp_path / "hf", tmp_path / "out", "megatron-core", tp=how.tp, pp=how.pp, spec=spec)
-    assert told.endswith("parameters read back, equal bit for bit; logits equal")
+    reported = run(
+        tmp_path / "hf", tmp_path / "out", "megatron-core", tp=how.tp, pp=how.pp, spec=spec
+    )
+    assert reported.endswith("parameters read back, equal bit for bit; logits equal")
     for rank in (folder / "release").iterdir():
         theirs = torch.load(rank / "model_optim_rng.pt", weights_only=False)
         ours = torch.load(

@@ -319,9 +319,9 @@ def test_what_reads_a_model_reads_ranks(models, tmp_path):
     assert report.ok
     run = RunConfig(model=open_source(folder).model, init=str(folder), layout=Layout(dp=1))
     check_init(resolve(run, 1))
-    begun = make_state(resolve(run, 1), SINGLE, 1).model
+    started = make_state(resolve(run, 1), SINGLE, 1).model
     with torch.no_grad():
-        assert float((begun(TOKENS, head.compute_logits) - logits).abs().max()) < 2e-5
+        assert float((started(TOKENS, head.compute_logits) - logits).abs().max()) < 2e-5
 
 
 def test_a_namespace_alone_is_taken(tmp_path):

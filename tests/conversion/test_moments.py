@@ -152,8 +152,8 @@ def test_they_come_along_to_the_bit(laid, tmp_path, recwarn):
     """Keys, shapes and numbers, as torch reads them; behind the vocabulary moments are zeros."""
     _, made = laid
     folder = laid_in(tmp_path / "a", made, tp=1)
-    told = run(folder, tmp_path / "b", "torch-dist")
-    assert told.endswith(
+    reported = run(folder, tmp_path / "b", "torch-dist")
+    assert reported.endswith(
         "logits equal; AdamW moments after 7 updates and fp32 masters compared too"
     )
     assert not [one for one in recwarn if "not converted" in str(one.message)]
@@ -267,7 +267,7 @@ def test_a_source_of_weights_alone_says_so(laid):
     assert source.moments is None and source.precise is source
 
 
-def begun(folder, **sections):
+def initialized(folder, **sections):
     """A run that begins with a folder, checked but for its data."""
     model = opened(folder).model
     (folder / "config.json").write_text(json.dumps(model.config))
@@ -300,7 +300,7 @@ def test_the_next_update_is_that_of_adamw_by_hand(tmp_path):
         for seed, kind in enumerate(kinds)
     }
     made["weights"] = parts(random(config, 0).to(torch.bfloat16))
-    run = begun(laid_in(tmp_path / "laid", made))
+    run = initialized(laid_in(tmp_path / "laid", made))
     windows = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(0))
     batch = Batch.from_windows(windows.numpy())
     gradient = gradients(run, batch)
@@ -355,7 +355,7 @@ def test_a_run_goes_on_with_the_count_that_it_began_with(material, tmp_path):
 
 def test_moments_that_cannot_begin_a_run_are_refused(laid, tmp_path):
     where, made = laid
-    run = begun(laid_in(tmp_path / "a", made))
+    run = initialized(laid_in(tmp_path / "a", made))
     check_moments(resolve(run, 1))
     alone = replace(run, init=str(where / "param"))
     lora = replace(run, adapter=AdapterConfig(rank=2))

@@ -66,7 +66,7 @@ CASES = [
 ]
 
 
-def theirs(folder, name: str, asked: dict):
+def theirs(folder, name: str, requested: dict):
     """A model of `transformers` that PEFT has given adapters, felt, and both as folders."""
     torch.manual_seed(0)
     base = wide.double(copy.deepcopy(BASES[name]))
@@ -74,7 +74,7 @@ def theirs(folder, name: str, asked: dict):
         for p in base.parameters():
             p.normal_(0.0, 0.1)
     base.save_pretrained(folder / "base")
-    model = peft.get_peft_model(base, peft.LoraConfig(**asked, task_type="CAUSAL_LM")).eval()
+    model = peft.get_peft_model(base, peft.LoraConfig(**requested, task_type="CAUSAL_LM")).eval()
     with torch.no_grad():
         for n, p in model.named_parameters():
             if "lora_B" in n:
@@ -87,9 +87,9 @@ def theirs(folder, name: str, asked: dict):
     return model
 
 
-@pytest.mark.parametrize("name, asked", CASES)
-def test_we_compute_what_peft_does(name, asked, tmp_path):
-    model = theirs(tmp_path, name, asked)
+@pytest.mark.parametrize("name, options", CASES)
+def test_we_compute_what_peft_does(name, options, tmp_path):
+    model = theirs(tmp_path, name, options)
     source = open_source(tmp_path / "base")
     read = folders.read(tmp_path / "adapter", source.model)
     spec = source.model.spec
@@ -190,12 +190,12 @@ def test_adapters_may_be_a_hub_id(tmp_path, monkeypatch):
 
 def test_peft_reads_what_a_run_has_learned(material, tmp_path):
     """The adapters of a run, exported, beside the model that the run began with."""
-    asked = ["train", "pretrain", "--init", material.model, "--data.path", material.docs]
-    asked += ["--data.cache", material.folder / "cache", "--out", tmp_path / "run"]
-    asked += ["--train.steps", 2, "--train.sequence-length", 16, "--train.global-batch-size", 4]
-    asked += ["--optimizer.lr", 1e-2, "--adapter.rank", 2, "--adapter.scaling", "root"]
-    asked += ["--adapter.kind", "dora"]
-    result = dolmen(*asked)
+    arguments = ["train", "pretrain", "--init", material.model, "--data.path", material.docs]
+    arguments += ["--data.cache", material.folder / "cache", "--out", tmp_path / "run"]
+    arguments += ["--train.steps", 2, "--train.sequence-length", 16, "--train.global-batch-size", 4]
+    arguments += ["--optimizer.lr", 1e-2, "--adapter.rank", 2, "--adapter.scaling", "root"]
+    arguments += ["--adapter.kind", "dora"]
+    result = dolmen(*arguments)
     assert result.code == 0, result.err
     template = "{% for m in messages %}{{ m['content'] }}!{% endfor %}"
     (tmp_path / "run/tokenizer/chat_template.jinja").write_text(template)
@@ -240,10 +240,10 @@ def test_peft_reads_what_a_run_has_learned(material, tmp_path):
 @pytest.mark.slow
 def test_an_export_says_that_the_base_was_rounded(material, tmp_path):
     """PEFT puts the adapters beside the base as it is, and they were trained beside its int8."""
-    asked = ["train", "pretrain", "--init", material.model, "--data.path", material.docs]
-    asked += ["--data.cache", material.folder / "cache", "--out", tmp_path / "run"]
-    asked += ["--train.steps", 1, "--train.sequence-length", 16, "--train.global-batch-size", 4]
-    result = dolmen(*asked, "--adapter.rank", 2, "--adapter.frozen", "int8")
+    arguments = ["train", "pretrain", "--init", material.model, "--data.path", material.docs]
+    arguments += ["--data.cache", material.folder / "cache", "--out", tmp_path / "run"]
+    arguments += ["--train.steps", 1, "--train.sequence-length", 16, "--train.global-batch-size", 4]
+    result = dolmen(*arguments, "--adapter.rank", 2, "--adapter.frozen", "int8")
     assert result.code == 0, result.err
     with pytest.warns(UserWarning, match=r"on .*/model rounded to int8 \(--adapter.frozen\)"):
         result = dolmen("export", tmp_path / "run", "--to", tmp_path / "peft", "--adapters")
@@ -274,8 +274,8 @@ REACHES = [
 ]
 
 
-@pytest.mark.parametrize("asked", REACHES)
-def test_the_modules_that_adapters_are_beside_are_those_of_peft(asked, tmp_path):
+@pytest.mark.parametrize("options", REACHES)
+def test_the_modules_that_adapters_are_beside_are_those_of_peft(options, tmp_path):
     modules = [f"model.layers.{i}.self_attn.q_proj" for i in (0, 1, 12)]
     modules += [f"model.layers.{i}.mlp.experts.1.up_proj" for i in (0, 1)]
     modules += [
@@ -285,7 +285,7 @@ def test_the_modules_that_adapters_are_beside_are_those_of_peft(asked, tmp_path)
         "h.0.c_attn",
         "transformer.h.0.c_attn",
     ]
-    config, reach = peft.LoraConfig(**asked), peft_config.Reach(tmp_path, asked)
+    config, reach = peft.LoraConfig(**options), peft_config.Reach(tmp_path, options)
     found = {module: check_target_module_exists(config, module) for module in modules}
     reach.check([module for module in modules if found[module]])
     for module in modules:
@@ -296,7 +296,7 @@ def test_the_modules_that_adapters_are_beside_are_those_of_peft(asked, tmp_path)
 
 def test_what_is_said_of_modules_and_not_understood_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(peft_config, "SECONDS", 1)
-    for asked, said in (
+    for requested, said in (
         (dict(target_modules=None), "target_modules is null"),
         (
             dict(target_modules="(q_proj"),
@@ -315,7 +315,7 @@ def test_what_is_said_of_modules_and_not_understood_is_refused(tmp_path, monkeyp
         ),
     ):
         with pytest.raises(Refused, match=said):
-            peft_config.Reach(tmp_path, asked).check(["model.layers.0.self_attn.q_proj"])
+            peft_config.Reach(tmp_path, requested).check(["model.layers.0.self_attn.q_proj"])
 
 
 def test_all_linear_leaves_the_head_out(tmp_path):

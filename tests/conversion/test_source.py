@@ -330,10 +330,10 @@ def test_a_run_begins_with_the_biases_of_another(tmp_path):
     for init, values in ((with_them, torch.arange(4) + 1.0), (without, torch.zeros(4))):
         resolved = resolve(replace(run, init=init), 1)
         check_init(resolved)
-        begun = make_state(resolved, SINGLE, 1).model
-        assert torch.equal(begun.get_parameter(bias), values)
+        started = make_state(resolved, SINGLE, 1).model
+        assert torch.equal(started.get_parameter(bias), values)
         assert torch.equal(
-            begun.get_parameter("head.weight"), open_source(init).read("head.weight")
+            started.get_parameter("head.weight"), open_source(init).read("head.weight")
         )
     plain = replace(run, train=PLAIN)
     check_init(resolve(replace(plain, init=without), 1))
@@ -370,7 +370,7 @@ def test_a_run_that_began_elsewhere_keeps_its_config_json(tmp_path):
     """Word for word; one that began with nothing is completed."""
     bare = ModelConfig({**MODELS["gpt2"].config, "surprise": 1})
     made = open_source(save(tmp_path / "made", bare)).model
-    begun = open_source(save(tmp_path / "begun", bare, init="elsewhere")).model
-    assert begun.config == bare.config and "architectures" not in bare.config
+    started = open_source(save(tmp_path / "begun", bare, init="elsewhere")).model
+    assert started.config == bare.config and "architectures" not in bare.config
     assert made.config["architectures"] == ["GPT2LMHeadModel"] and made.spec == bare.spec
-    assert made.config["surprise"] == 1 and replace(made, config=bare.config) == begun
+    assert made.config["surprise"] == 1 and replace(made, config=bare.config) == started

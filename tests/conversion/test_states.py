@@ -144,8 +144,10 @@ def test_states_are_those_of_our_weights(case, tmp_path):
     ranks = dict(tp=2, pp=2, ep=4 if model == "mixtral" else 1)
     source = tmp_path / "laid"
     for to, options in (("torch-dist", {}), ("megatron-core", ranks)):
-        asked = ConvertConfig(str(source), str(tmp_path / to), to, vocab_size=VOCABULARY, **options)
-        assert convert.convert(asked).endswith(f"; fp8 scales of {len(want)} weights compared too")
+        config = ConvertConfig(
+            str(source), str(tmp_path / to), to, vocab_size=VOCABULARY, **options
+        )
+        assert convert.convert(config).endswith(f"; fp8 scales of {len(want)} weights compared too")
         source = tmp_path / to
         equal(open_source(source).scaling, want)
 
@@ -210,9 +212,9 @@ def test_a_run_begins_with_them(laid, history):
 
 def test_what_has_no_place_for_them_says_so(laid, tmp_path):
     for to, options in (("hf", {}), ("megatron", {}), ("megatron-core", {"spec": "local"})):
-        asked = ConvertConfig(str(laid), str(tmp_path / f"{to}{len(options)}"), to, **options)
+        config = ConvertConfig(str(laid), str(tmp_path / f"{to}{len(options)}"), to, **options)
         with pytest.warns(UserWarning, match="scales of delayed scaling are not converted: --to"):
-            convert.convert(asked)
+            convert.convert(config)
 
 
 class Evil:

@@ -432,8 +432,10 @@ def test_what_is_written_is_what_is_laid_by_hand(name, models, tmp_path):
     """Keys, tensors and what is beside them, read by torch; but for the padding of a table."""
     model, logits = models[name]
     model.save_pretrained(tmp_path / "hf")
-    told = convert.convert(ConvertConfig(str(tmp_path / "hf"), str(tmp_path / "d"), "torch-dist"))
-    assert "equal bit for bit; logits equal" in told
+    reported = convert.convert(
+        ConvertConfig(str(tmp_path / "hf"), str(tmp_path / "d"), "torch-dist")
+    )
+    assert "equal bit for bit; logits equal" in reported
     written = tmp_path / "d" / "release"
     laid = lay(tmp_path / "laid", parts(model), tp=1) / "iter_0000012"
     ours, theirs = whole(written), whole(laid)

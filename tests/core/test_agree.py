@@ -25,7 +25,7 @@ def test_equal_ranks_pass(world):
 
 
 def test_ranks_that_differ_alike_are_told_together(world):
-    with pytest.raises(ValueError) as told:
+    with pytest.raises(ValueError) as raised:
         world(
             ("a", {"lr": 1}),
             ("a", {"lr": 1}),
@@ -33,7 +33,7 @@ def test_ranks_that_differ_alike_are_told_together(world):
             ("b", {"lr": 2}),
             ("c", {"lr": 1, "code x.py": "f00"}),
         )
-    lines = [line.strip() for line in str(told.value).splitlines()]
+    lines = [line.strip() for line in str(raised.value).splitlines()]
     assert lines[0] == "the ranks do not agree on what to do; compared with rank 0 on a,"
     assert lines[1:3] == [
         "rank 2, 3 on b: lr 2, here 1",

@@ -254,9 +254,9 @@ def test_a_run_that_cannot_says_so_in_a_line(material, tmp_path, monkeypatch):
 
     monkeypatch.setattr(train_run, "train_steps", step)
     words = ("train", material.file, "--train.deterministic", "--out", tmp_path / "run")
-    with pytest.raises(Failed, match="^train.deterministic: put_ has no determ") as told:
+    with pytest.raises(Failed, match="^train.deterministic: put_ has no determ") as raised:
         worker.run(command.read("train", list(map(str, words[1:]))))
-    assert told.value.final
+    assert raised.value.final
 
 
 def test_the_environment_is_given_back_and_the_users_stays(monkeypatch):
@@ -268,14 +268,14 @@ def test_the_environment_is_given_back_and_the_users_stays(monkeypatch):
 
 def test_the_header_says_whether_bits_are_the_same():
     gpu, plain = SimpleNamespace(device=torch.device("cuda", 0)), RunConfig()
-    asked = RunConfig(train=TrainConfig(deterministic=True))
+    config = RunConfig(train=TrainConfig(deterministic=True))
     assert (
         report.describe_reproducibility(plain, SINGLE) is None
-        and report.describe_reproducibility(asked, SINGLE) is None
+        and report.describe_reproducibility(config, SINGLE) is None
     )
     assert "not reproducible bit for bit; --train.deterministic" in report.describe_reproducibility(
         plain, gpu
     )
-    assert report.describe_reproducibility(asked, gpu).startswith(
+    assert report.describe_reproducibility(config, gpu).startswith(
         "bitwise reproducible, also after a resume"
     )

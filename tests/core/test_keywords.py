@@ -19,7 +19,7 @@ KEYWORDS = {
 
 
 @pytest.mark.parametrize(
-    "told, said",
+    "message, said",
     [
         ("use --layout.tp 2, or 1", "use layout.tp 2, or 1"),
         (
@@ -43,5 +43,5 @@ KEYWORDS = {
         ("--no-such and --layout.tpp", "--no-such and --layout.tpp"),
     ],
 )
-def test_in_python(told, said):
-    assert python_spelling(told, KEYWORDS, ["train.compile", "resume"]) == said
+def test_in_python(message, said):
+    assert python_spelling(message, KEYWORDS, ["train.compile", "resume"]) == said

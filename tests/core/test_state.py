@@ -47,13 +47,13 @@ def placed(mesh, zero) -> Parameters:
     return module.to_empty(device="cpu")
 
 
-def drawn(p, name, seed=0, std=0.02) -> torch.Tensor:
+def filled(p, name, seed=0, std=0.02) -> torch.Tensor:
     state.fill_normal(p, name, seed, std)
     return p
 
 
 def single(name, seed=0, std=0.02) -> torch.Tensor:
-    return drawn(torch.empty(SHAPES[name][0]), name, seed, std)
+    return filled(torch.empty(SHAPES[name][0]), name, seed, std)
 
 
 def in_world() -> dict[str, dict[str, str]]:
@@ -68,7 +68,7 @@ def in_world() -> dict[str, dict[str, str]]:
         for name, p in module.named_parameters():
             want = single(name)
             with torch.no_grad():
-                drawn(p, name)
+                filled(p, name)
             held, part = state.local_view(p), state.region(p)
             checks = {
                 "region": tuple(held.shape) == want[part].shape
@@ -117,7 +117,7 @@ def test_layout_independent(layout):
 def test_values_depend_on_seed_name_and_position():
     assert torch.equal(single("tall"), single("tall"))
     assert not torch.equal(single("tall"), single("tall", seed=1))
-    assert not torch.equal(single("tall"), drawn(torch.empty(6500, 32), "other"))
+    assert not torch.equal(single("tall"), filled(torch.empty(6500, 32), "other"))
     rows = single("tall")
     assert len({tuple(r) for r in rows.tolist()}) == len(rows), (
         "two rows are the same: blocks share a seed"

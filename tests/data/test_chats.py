@@ -93,7 +93,7 @@ def test_forms_are_told_apart_by_their_fields():
 
 
 @pytest.mark.parametrize(
-    "row, told",
+    "row, message",
     [
         ({"text": "x", "label": 1}, "not a chat, its keys are text, label"),
         ({"instruction": "x"}, "has no output"),
@@ -106,8 +106,8 @@ def test_forms_are_told_apart_by_their_fields():
         ({"messages": TWICE, "weight": 1e300}, r"weight is 1e[+]300: it must be at most 1e[+]30"),
     ],
 )
-def test_what_is_no_chat_is_refused_by_its_row(row, told):
-    with pytest.raises(Refused, match=f"a.jsonl, line 3: .*{told}"):
+def test_what_is_no_chat_is_refused_by_its_row(row, message):
+    with pytest.raises(Refused, match=f"a.jsonl, line 3: .*{message}"):
         chat_of(row, "a.jsonl, line 3")
 
 
@@ -123,8 +123,10 @@ def test_the_bytes_of_a_row_are_bounded(tmp_path):
         (source,) = resolve_sources([str(tmp_path / name)])
         for read in (chats, lambda source, size: first_lines(source, "text", size)):
             assert len(list(read(source, size))) == 1
-            told = f"{name}, (line|row) 1: has more than {size - 1:,} bytes: .*--data.max-row-bytes"
-            with pytest.raises(Refused, match=told):
+            reported = (
+                f"{name}, (line|row) 1: has more than {size - 1:,} bytes: .*--data.max-row-bytes"
+            )
+            with pytest.raises(Refused, match=reported):
                 list(read(source, size - 1))
     (tmp_path / "b.jsonl").write_text("{" * 100)
     (source,) = resolve_sources([str(tmp_path / "b.jsonl")])
@@ -145,12 +147,12 @@ def test_chats_are_of_text_and_of_one_source():
     tokens = DataSource("a", None, (), (), indexed=(Path("a.bin"),))
     text = DataSource("a", None, (Path("a.jsonl"),), ())
     config = DataConfig(rows="chats", tokenizer="bpe:300")
-    for sources, told in (
+    for sources, reported in (
         ((tokens,), "a.bin is tokenised already, but chats need text: use --data.rows text"),
         ((text, text), "--data.path has 2 weighted sources"),
         ((text,), "bpe:300"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             check_chats(config, sources)
     check_chats(replace(config, tokenizer=None), (text,))
     check_chats(replace(config, rows="prompts"), (text,))
@@ -212,7 +214,7 @@ def test_a_template_that_writes_turns_otherwise_later_is_refused(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "text, told",
+    "text, message",
     [
         ("{{ raise_exception('roles must alternate') }}", "cannot render it: roles must alternate"),
         ("{% for m in %}", "cannot render it"),
@@ -220,8 +222,8 @@ def test_a_template_that_writes_turns_otherwise_later_is_refused(tokenizer):
         ("{# nothing #}", "renders it as empty text"),
     ],
 )
-def test_a_template_that_fails_is_told_with_the_row(tokenizer, text, told):
-    with pytest.raises(Refused, match=f"here: the chat template {told}"):
+def test_a_template_that_fails_is_told_with_the_row(tokenizer, text, message):
+    with pytest.raises(Refused, match=f"here: the chat template {message}"):
         trained(tokenizer, text, "all")
 
 
@@ -252,9 +254,9 @@ def test_two_by_two():
     """Each piece once, those of an item at the same number of two rows side by side, none over the
     room, and about as full as single ones would be.
     """
-    drawn = random.Random(0)
-    prompts = [drawn.randrange(20, 200) for _ in range(500)]
-    lengths = np.array([[p + drawn.randrange(10, 300) for _ in range(2)] for p in prompts])
+    generator = random.Random(0)
+    prompts = [generator.randrange(20, 200) for _ in range(500)]
+    lengths = np.array([[p + generator.randrange(10, 300) for _ in range(2)] for p in prompts])
     rows = pack_pairs(lengths, 512)
     assert sorted(piece for row in rows for piece in row) == list(range(1000))
     for first, second in zip(rows[0::2], rows[1::2], strict=True):
@@ -368,10 +370,12 @@ def test_weights_of_chats(of_chats, tmp_path, tokenizer):
 
 
 def test_files_of_any_form_are_the_same(of_chats, tmp_path, tokenizer):
-    asked = [{"instruction": f"q{i}", "input": "", "output": f"a{i}"} for i in range(8)]
-    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, asked)))
-    (tmp_path / "b.json").write_text(json.dumps(asked))
-    write_parquet(tmp_path / "c.parquet", **{k: [row[k] for row in asked] for k in asked[0]})
+    requested = [{"instruction": f"q{i}", "input": "", "output": f"a{i}"} for i in range(8)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, requested)))
+    (tmp_path / "b.json").write_text(json.dumps(requested))
+    write_parquet(
+        tmp_path / "c.parquet", **{k: [row[k] for row in requested] for k in requested[0]}
+    )
     shared = [
         [{"from": "human", "value": f"q{i}"}, {"from": "gpt", "value": f"a{i}"}] for i in range(8)
     ]
@@ -403,7 +407,7 @@ def test_one_example_is_shown_with_what_is_trained(of_chats, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, told",
+    "options, message",
     [
         ({"template": None}, "no chat template: give --data.template a Jinja file.*chatml, alpaca"),
         ({"template": "mine"}, "--data.template mine is neither a file nor one of"),
@@ -412,18 +416,18 @@ def test_one_example_is_shown_with_what_is_trained(of_chats, tmp_path):
         ({"sequence_length": 4}, "none is left to train on"),
     ],
 )
-def test_what_is_refused(of_chats, file, options, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_is_refused(of_chats, file, options, message):
+    with pytest.raises(ValueError, match=message):
         of_chats(file, **options)
 
 
 def test_chats_where_nothing_or_all_would_be_trained_are_refused(of_chats, tmp_path):
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text(json.dumps({"messages": TWICE[:2]}))
+    requested = tmp_path / "asked.jsonl"
+    requested.write_text(json.dumps({"messages": TWICE[:2]}))
     with pytest.raises(
         ValueError, match="none would be trained .--data.masking-strategy assistant"
     ):
-        of_chats(asked)
+        of_chats(requested)
     answered = tmp_path / "answered.jsonl"
     answered.write_text(json.dumps({"messages": TWICE}))
     every = tmp_path / "all.jinja"
@@ -436,7 +440,7 @@ def test_chats_where_nothing_or_all_would_be_trained_are_refused(of_chats, tmp_p
     with pytest.raises(ValueError, match="a.txt: chats must be rows"):
         of_chats(text)
     with pytest.raises(ValueError, match="0.5:|one data set: give paths without weights"):
-        of_chats(f"0.5:{answered}", f"0.5:{asked}")
+        of_chats(f"0.5:{answered}", f"0.5:{requested}")
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n\n")
     with pytest.raises(ValueError, match="contains no chats"):

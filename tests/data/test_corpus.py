@@ -142,10 +142,10 @@ def test_damage_is_told(documents, built, tmp_path, tokenizer, capsys):
     assert again(False).memory[0].max() == 65535, "who does not start the run trusts who does"
     capsys.readouterr()
     assert again(True).memory[0].max() < 300
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert (
-        "the cached tokens are damaged and are built again" in told
-        and "tokens.bin: its dig" in told
+        "the cached tokens are damaged and are built again" in output
+        and "tokens.bin: its dig" in output
     )
 
 

@@ -160,14 +160,14 @@ def test_one_document_in_two_weighted_sources(tmp_path, load):
     b = rows(tmp_path / "b.jsonl", *(prose(f"b{i}", 40) for i in range(20)), *shared[::-1])
     loader = load(f"0.5:{a}", f"0.5:{b}", validation_fraction=0.1)
     training, held = sides(loader)
-    judged = [text for text in held.split("<|endoftext|>") if text]
-    assert len(judged) == len(set(judged)) > 3 and set(judged) & set(shared)
-    for text in judged:
+    scored = [text for text in held.split("<|endoftext|>") if text]
+    assert len(scored) == len(set(scored)) > 3 and set(scored) & set(shared)
+    for text in scored:
         assert not any(text in side for side in training), "trained on"
-    assert loader.validation_bytes == sum(len(text.encode()) for text in judged)
-    copies = sum(text in shared for text in judged)
-    (told,) = [line for line in loader.description.changes if "not trained on" in line]
-    assert f"{copies} of 80 documents of {b}" in told and "copies of held-out text" in told
+    assert loader.validation_bytes == sum(len(text.encode()) for text in scored)
+    copies = sum(text in shared for text in scored)
+    (metrics,) = [line for line in loader.description.changes if "not trained on" in line]
+    assert f"{copies} of 80 documents of {b}" in metrics and "copies of held-out text" in metrics
 
 
 @pytest.mark.parametrize("copies", [3, 500])
@@ -222,8 +222,10 @@ def test_validation_that_is_training_text_is_kept_out_of_training(tmp_path, load
     loader = load(documents, validation=str(judge))
     (training,), _ = sides(loader)
     assert "of document 3\n" not in training and "of document 4\n" in training
-    (told,) = [line for line in loader.description.changes if "not trained on" in line]
-    assert "1 of 40 documents" in told and "also in --data.validation" in told and "%" in told
+    (metrics,) = [line for line in loader.description.changes if "not trained on" in line]
+    assert (
+        "1 of 40 documents" in metrics and "also in --data.validation" in metrics and "%" in metrics
+    )
     assert loader.validation_tokens == len(loader.validation.stream)
 
 
@@ -237,9 +239,9 @@ def test_too_little_left_tells_where_it_went(tmp_path, load):
     path = rows(tmp_path / "a.jsonl", *["a word or two"] * 5)
     with pytest.raises(ValueError) as refused:
         load(path, sequence_length=256, validation_fraction=0.5)
-    told = str(refused.value)
-    assert "5 documents, of which 4 are copies of others" in told and "are held out" in told
-    assert "sequence-length 1" not in told and "more data" in told
+    reported = str(refused.value)
+    assert "5 documents, of which 4 are copies of others" in reported and "are held out" in reported
+    assert "sequence-length 1" not in reported and "more data" in reported
 
 
 def byte_tokens(**parts):
@@ -311,8 +313,8 @@ def test_a_tokenizer_of_the_data_has_not_seen_what_is_held_out(tmp_path, load, m
     path = rows(tmp_path / "a.jsonl", *shared), rows(tmp_path / "b.jsonl", *shared[::-1])
     options = dict(tokenizer="bpe:300", validation_fraction=0.1)
     _, held = sides(load(f"1:{path[0]}", f"1:{path[1]}", **options))
-    judged = set(filter(None, held.split("<|endoftext|>")))
-    assert judged and judged | set(seen) == set(shared) and not judged & set(seen)
+    scored = set(filter(None, held.split("<|endoftext|>")))
+    assert scored and scored | set(seen) == set(shared) and not scored & set(seen)
     seen.clear()
     judge = rows(tmp_path / "judge.jsonl", shared[3])
     load(path[0], **options, validation=str(judge))

@@ -112,8 +112,8 @@ def test_a_document_of_several_blocks_has_the_hash_of_one(data_set, load, monkey
 
 def test_the_end_of_text_is_looked_for(data_set, load):
     cut = [[document[0][:-1]] for document in numbered(8)]
-    told = load(data_set("a.bin", [*cut, *numbered(2, first=3)])).description.changes
-    (line,) = [line for line in told if "end-of-text" in line]
+    reported = load(data_set("a.bin", [*cut, *numbered(2, first=3)])).description.changes
+    (line,) = [line for line in reported if "end-of-text" in line]
     assert line.startswith("8 of 10 documents of ") and line.endswith("end-of-text token (0)")
 
 
@@ -129,9 +129,9 @@ def test_hashes_are_kept_until_a_file_changes(data_set, load, monkeypatch):
     assert load(file).fingerprint() != first and made == [1, 1]
 
 
-def refused(file, tokenizer_folder, told, **options):
+def refused(file, tokenizer_folder, reported, **options):
     config = DataConfig((str(file),), cache=str(file.parent / "cache"), **options)
-    with pytest.raises(ValueError, match=told) as error:
+    with pytest.raises(ValueError, match=reported) as error:
         check_inputs(config, tokenizer_folder, 300, 16)
     assert "\n" not in str(error.value)
 

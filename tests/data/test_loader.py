@@ -242,12 +242,12 @@ def test_batch_parts():
         same(batch.microbatches(2)[1], batch.split(3)[1]) and batch.split(3)[1].tokens[0, 0] == 10
     )
     ended = Batch.from_windows(np.arange(6 * 5).reshape(6, 5) % 7, 0)
-    told = torch.arange(24.0).view(6, 4)
-    ended = replace(ended, weights=told, numbers={"reference": -told})
+    reported = torch.arange(24.0).view(6, 4)
+    ended = replace(ended, weights=reported, numbers={"reference": -reported})
     for name in ("tokens", "labels", "weights"):
         parts = torch.cat([vars(part)[name] for part in ended.split(3)])
         assert torch.equal(parts, vars(ended)[name]), name
-    assert torch.equal(ended.split(3)[1].numbers["reference"], -told[2:4])
+    assert torch.equal(ended.split(3)[1].numbers["reference"], -reported[2:4])
     moved = ended.split(3)[1].to(torch.device("meta"))
     assert moved.weights.is_meta and moved.numbers["reference"].is_meta
     assert batch.to(torch.device("meta")).documents is None

@@ -15,18 +15,18 @@ from dolmen.data.loader import changes
 SPLITS = {"969,30,1": (0.969, 0.999), "80,10,10": (0.8, 0.9), "1": (1.0, 1.0)}
 
 
-def plain_samples(lengths, first, last, length, asked, seed):
+def plain_samples(lengths, first, last, length, requested, seed):
     """Samples of sequences first .. last - 1, in order, each as (sequence, token in it) pairs."""
     tokens, epochs = sum(lengths[first:last]), 1
-    while asked is not None and epochs * tokens < asked * length + 1:
+    while requested is not None and epochs * tokens < requested * length + 1:
         epochs += 1
-    apart = False
+    separate = False
     if epochs > 1:
         before = ((epochs - 1) * tokens - 1) // length
-        apart = asked - before < int(0.80 * ((tokens - 1) // length))
+        separate = requested - before < int(0.80 * ((tokens - 1) // length))
     random = np.random.RandomState(seed)
     order = []
-    for count in [epochs - 1, 1] if apart else [epochs]:
+    for count in [epochs - 1, 1] if separate else [epochs]:
         documents = np.array([*range(first, last)] * count, np.int32)
         random.shuffle(documents)
         order += documents.tolist()
@@ -34,11 +34,11 @@ def plain_samples(lengths, first, last, length, asked, seed):
     stream = [(document, at) for document in order for at in range(lengths[document])]
     cut = [stream[i * length : i * length + length + 1] for i in range(total)]
     shuffled = []
-    for low, high in [(0, before), (before, total)] if apart else [(0, total)]:
+    for low, high in [(0, before), (before, total)] if separate else [(0, total)]:
         part = np.arange(low, high, dtype=np.uint32)
         random.shuffle(part)
         shuffled += part.tolist()
-    return [cut[i] for i in shuffled], epochs, apart
+    return [cut[i] for i in shuffled], epochs, separate
 
 
 def plain_blend(weights, count):
@@ -68,9 +68,9 @@ def windows(loader, count):
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(
-    "steps, epochs, apart", [(5, 1, False), (20, 2, True), (26, 2, False), (66, 5, False)]
+    "steps, epochs, separate", [(5, 1, False), (20, 2, True), (26, 2, False), (66, 5, False)]
 )
-def test_one_data_set(data_set, load, split, steps, epochs, apart):
+def test_one_data_set(data_set, load, split, steps, epochs, separate):
     """At 80 % of the last epoch it is shuffled with the others."""
     documents = corpus(40)
     file = data_set("a.bin", documents)
@@ -79,7 +79,7 @@ def test_one_data_set(data_set, load, split, steps, epochs, apart):
     train, judge = (round(mark * 40) for mark in SPLITS[split])
     plain, count, is_apart = plain_samples(lengths, 0, train, 16, steps * 4, 1234)
     if split == "1":
-        assert (count, is_apart) == (epochs, apart)
+        assert (count, is_apart) == (epochs, separate)
     (order,) = loader.mixture.orders
     assert (order.epochs.times, order.epochs.last_separate) == (count, is_apart)
     assert len(order) == len(plain) >= steps * 4
@@ -160,9 +160,9 @@ def test_text_is_a_data_set_of_its_documents(documents, load, tmp_path):
     assert named == [f"{documents}: sequences {', '.join(map(str, row))}" for row in read]
     assert loader.validation_bytes == sum(len(text.encode()) for text in texts[32:])
     assert [file.name for file in loader.validation_files] == [f"{n}.txt" for n in range(32, 40)]
-    judged = load(documents, order="megatron", steps=10, validation=str(documents / "39.txt"))
-    assert judged.mixture.epochs(1) and "validation" in judged.fingerprint()
-    assert len(judged.mixture.parts[0].stream) == sum(map(len, ids)), "copies are trained on"
+    scored = load(documents, order="megatron", steps=10, validation=str(documents / "39.txt"))
+    assert scored.mixture.epochs(1) and "validation" in scored.fingerprint()
+    assert len(scored.mixture.parts[0].stream) == sum(map(len, ids)), "copies are trained on"
 
 
 def test_a_run_goes_on_where_it_was(data_set, load):

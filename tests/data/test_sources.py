@@ -89,11 +89,11 @@ def test_other_field(tmp_path):
 
 
 def test_hub_id(monkeypatch):
-    asked = []
+    calls = []
     table = datasets.Dataset.from_dict({"text": ["a", "b"], "id": [1, 2]})
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or table)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: calls.append((a, k)) or table)
     assert texts("org/name:config") == ["a", "b"]
-    assert asked == [(("org/name", "config"), {"split": "train"})]
+    assert calls == [(("org/name", "config"), {"split": "train"})]
     with pytest.raises(ValueError, match="--data.path org/name.*'body'.*id.*--data.text-field"):
         texts("org/name", field="body")
 
@@ -320,10 +320,10 @@ def test_what_dolmen_has_written_is_no_text(tmp_path, monkeypatch):
     for entry in (str(tmp_path), ".", "**/*", f"{tmp_path}/**"):
         (source,) = resolve_sources([entry], cache=cache)
         assert [file.name for file in source.files] == ["a.txt"], entry
-        told = "\n".join(source.left_out)
+        reported = "\n".join(source.left_out)
         for name in ("one (a run of dolmen)", "cache (the token cache)", "key (tokens of dolmen)"):
-            assert name in told, entry
-        assert "1 .yaml files" in told, entry
+            assert name in reported, entry
+        assert "1 .yaml files" in reported, entry
     with pytest.raises(FileNotFoundError, match="none readable; skipped: .*one .a run of dolmen"):
         resolve_sources([str(tmp_path / "runs" / "one")])
     for entry in ("runs/one/hf", "runs/one/hf/*.json"):
@@ -331,18 +331,18 @@ def test_what_dolmen_has_written_is_no_text(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "row, told",
+    "row, message",
     [
         ({"messages": [{"role": "user", "content": "x"}]}, "'messages' has chats"),
         ({"conversations": [{"from": "human", "value": "x"}]}, "apply_chat_template"),
         ({"instruction": "x", "input": "", "output": "y"}, "--data.text-field output trains"),
     ],
 )
-def test_chats_and_instructions_are_told_what_to_do(tmp_path, row, told):
+def test_chats_and_instructions_are_told_what_to_do(tmp_path, row, message):
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
     write_parquet(tmp_path / "a.parquet", **{name: [value] for name, value in row.items()})
     for file in ("a.jsonl", "a.parquet"):
-        with pytest.raises(ValueError, match=f"{file}.*{told}"):
+        with pytest.raises(ValueError, match=f"{file}.*{message}"):
             texts(tmp_path / file)
     if "instruction" not in row:
         (field,) = row

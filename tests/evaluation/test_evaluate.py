@@ -96,9 +96,9 @@ def reference(folder, window: int, stride: int) -> tuple[float, int, int]:
                 logits = model(torch.tensor([text])).logits[0]
             first = max(done, start + 1) - start
             labels = torch.tensor(text[first:], dtype=torch.long)
-            asked = logits[first - 1 : -1]
-            nats += torch.nn.functional.cross_entropy(asked, labels, reduction="sum").item()
-            right += int((asked.argmax(-1) == labels).sum())
+            requested = logits[first - 1 : -1]
+            nats += torch.nn.functional.cross_entropy(requested, labels, reduction="sum").item()
+            right += int((requested.argmax(-1) == labels).sum())
             counted += len(labels)
             start, done = start + stride, start + len(text)
     return nats, right, counted

@@ -131,9 +131,9 @@ def rows_of_transformers(name: str) -> tuple[list[float], list[int]]:
     for i, first in enumerate(rows.firsts):
         text = torch.from_numpy(rows.read(i))
         with torch.no_grad():
-            told = model(text[None]).logits[0, :-1].log_softmax(-1)[first - 1 :]
-        sums.append(told.gather(1, text[first:, None]).sum().item())
-        likeliest.append(int((told.argmax(-1) == text[first:]).sum()))
+            reported = model(text[None]).logits[0, :-1].log_softmax(-1)[first - 1 :]
+        sums.append(reported.gather(1, text[first:, None]).sum().item())
+        likeliest.append(int((reported.argmax(-1) == text[first:]).sum()))
     return sums, likeliest
 
 
@@ -162,12 +162,12 @@ def test_rows_fit_a_table_of_positions(folders, monkeypatch):
 
 def test_no_layout_changes_the_loss(folders, spawn):
     model = load_decoder(open_source(folders["qwen3"]))
-    want, apart = mean_loss(model, batches(), SINGLE), score_rows(model, ragged(), SINGLE)
-    got, told = spawn(2)(two_ranks, folders["qwen3"])
-    assert len(got) == len(LAYOUTS) and len(told) == len(OF_ROWS)
-    for layout, found in told.items():
-        assert found.log_likelihoods == pytest.approx(apart.log_likelihoods, rel=1e-6), layout
-        assert (found.correct == apart.correct).all(), layout
+    want, separate = mean_loss(model, batches(), SINGLE), score_rows(model, ragged(), SINGLE)
+    got, metrics = spawn(2)(two_ranks, folders["qwen3"])
+    assert len(got) == len(LAYOUTS) and len(metrics) == len(OF_ROWS)
+    for layout, found in metrics.items():
+        assert found.log_likelihoods == pytest.approx(separate.log_likelihoods, rel=1e-6), layout
+        assert (found.correct == separate.correct).all(), layout
     for layout, (whole, own) in got.items():
         assert whole.tokens == want.tokens and whole.loss == pytest.approx(want.loss, rel=1e-6), (
             layout

@@ -191,9 +191,9 @@ def test_greedy_is_of_all_tokens(folder):
 
 
 def harness(folder):
-    asked = EvaluateConfig(source=str(folder / "model"))
-    source = open_source(asked.source)
-    return Harness(model.load(source), model.tokenizer_of(asked, source))
+    config = EvaluateConfig(source=str(folder / "model"))
+    source = open_source(config.source)
+    return Harness(model.load(source), model.tokenizer_of(config, source))
 
 
 def test_a_task_that_scores_too_much_at_once_is_refused(folder, monkeypatch):

@@ -41,9 +41,9 @@ class Mlp(nn.Module):
 class Attention(nn.Module):
     """`apart`: rows of the stored tensor are all of q, then k, then v; else those of each head."""
 
-    def __init__(self, hidden: int, heads: int, groups: int, size: int, apart: bool, bias: bool):
+    def __init__(self, hidden: int, heads: int, groups: int, size: int, separate: bool, bias: bool):
         super().__init__()
-        self.counts, self.size, self.apart = (heads, groups, groups), size, apart
+        self.counts, self.size, self.apart = (heads, groups, groups), size, separate
         self.query_key_value = nn.Linear(hidden, sum(self.counts) * size, True)
         self.dense = nn.Linear(heads * size, hidden, bias)
 
@@ -125,10 +125,10 @@ class Glm(Plain):
         return self.ended(x)
 
     def generate(self, prompts: Tensor, max_new_tokens: int = 16, **options: Any) -> Tensor:
-        told = getattr(self.generation_config, "max_new_tokens", None) or max_new_tokens
+        reported = getattr(self.generation_config, "max_new_tokens", None) or max_new_tokens
         self.asked = prompts.shape[1]
         try:
-            return super().generate(prompts, told, **options)
+            return super().generate(prompts, reported, **options)
         finally:
             self.asked = None
 
@@ -301,8 +301,8 @@ class Glm10B(Glm):
     def embed(self, tokens: Tensor, streams: Tensor) -> Tensor:
         inner = self.glm.transformer
         first, second = streams.unbind(1)
-        beside = inner.position_embeddings(first) + inner.block_position_embeddings(second)
-        return self.glm.word_embeddings(tokens) + beside
+        extra = inner.position_embeddings(first) + inner.block_position_embeddings(second)
+        return self.glm.word_embeddings(tokens) + extra
 
     def turn(self, x: Tensor, streams: Tensor) -> Tensor:
         return x

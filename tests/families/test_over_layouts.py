@@ -100,5 +100,5 @@ def test_one_process_has_the_same_gradients(row, result):
         assert isinstance(found, str) and refused[str(layout)] in found
     else:
         assert not isinstance(found, str), found
-        off = {kind: told for kind, told in found.items() if told[0] > TOLERANCE}
+        off = {kind: reported for kind, reported in found.items() if reported[0] > TOLERANCE}
         assert not off, f"{row.name}: {off}"

@@ -113,7 +113,7 @@ def test_a_stack_is_read_whole_and_written_apart():
     """
     found = weight_map(EXPERTS).entries
     stored = {name: torch.randn(entry.shape) for name, entry in found.items()}
-    names, read, asked = list(found)[::-1], [], []
+    names, read, requested = list(found)[::-1], [], []
     ours = dict(
         assemble([found[n] for n in names], lambda name: (read.append(name), stored[name])[1])
     )
@@ -123,9 +123,11 @@ def test_a_stack_is_read_whole_and_written_apart():
             ours[STACK.format(1)][i],
             stored[f"model.layers.1.block_sparse_moe.experts.{i}.w1.weight"],
         )
-    back = dict(hf_export.export_weights(EXPERTS, lambda name: (asked.append(name), ours[name])[1]))
+    back = dict(
+        hf_export.export_weights(EXPERTS, lambda name: (requested.append(name), ours[name])[1])
+    )
     assert (
-        sorted(asked) == sorted(ours)
+        sorted(requested) == sorted(ours)
         and back.keys() == stored.keys()
         and all(torch.equal(back[n], stored[n]) for n in stored)
     )

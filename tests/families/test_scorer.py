@@ -53,11 +53,11 @@ def test_there_and_back(kind, tmp_path):
         found = ours(tokens, lambda hidden, end: end.values(hidden))[:, -1:]
     torch.testing.assert_close(found, want, rtol=1e-5, atol=1e-6)
     hf_export.write(source, tmp_path / "written")
-    again, told = transformers.AutoModelForSequenceClassification.from_pretrained(
+    again, metrics = transformers.AutoModelForSequenceClassification.from_pretrained(
         tmp_path / "written", output_loading_info=True
     )
     assert again.config.num_labels == 1
-    assert not any(told[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any(metrics[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     with torch.no_grad():
         assert torch.equal(again.eval()(tokens).logits, want)
     with pytest.raises(ValueError, match="predicts no tokens"):
@@ -83,7 +83,7 @@ def test_one_number_and_logits_again():
 
 
 @pytest.mark.parametrize(
-    "fields, told",
+    "fields, message",
     [
         ({"num_labels": None, "id2label": None}, "num_labels is 2: .* one label"),
         ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "num_labels is 3"),
@@ -91,7 +91,7 @@ def test_one_number_and_logits_again():
         ({"model_type": "cohere"}, "transformers has no cohere with a scalar head"),
     ],
 )
-def test_other_classifiers_are_refused(fields, told):
+def test_other_classifiers_are_refused(fields, message):
     whole = with_scalar_head(model_from_fields("llama", {})).config | fields
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         _ = type(model_from_fields("llama", {}))({n: v for n, v in whole.items() if v is not None})

@@ -28,11 +28,11 @@ def frozen(name: str) -> dict[str, tuple[int, ...]]:
     what each has].
     """
     shapes, layer = {}, 0
-    for alike, content in FROZEN[name]["shapes"]:
-        for i in range(alike or 1):
-            prefix = f"layers.{layer + i}." if alike else ""
+    for equal, content in FROZEN[name]["shapes"]:
+        for i in range(equal or 1):
+            prefix = f"layers.{layer + i}." if equal else ""
             shapes |= {prefix + parameter: tuple(shape) for parameter, shape in content}
-        layer += alike
+        layer += equal
     return shapes
 
 

@@ -30,15 +30,15 @@ TOLD = {name: 150000 + i for i, name in enumerate(("mask", "gmask", "smask", "so
 
 
 def blanks(content, **ids):
-    told = {"dolmen": {"special_tokens": ids}} if ids else {}
-    return ModelConfig({**content, **told}).spec.blanks
+    reported = {"dolmen": {"special_tokens": ids}} if ids else {}
+    return ModelConfig({**content, **reported}).spec.blanks
 
 
 def placed(known, tokens):
     """How many tokens see one another, and both streams of positions."""
     span, index = known.span(tokens), torch.arange(len(tokens))
-    told = (torch.full_like(index, value) for value in span[1:])
-    return span.prefix, *span_positions(index, *told).tolist()
+    reported = (torch.full_like(index, value) for value in span[1:])
+    return span.prefix, *span_positions(index, *reported).tolist()
 
 
 def test_version_1_1_of_chatglm_stays_at_the_mask():
@@ -122,8 +122,8 @@ def test_families_of_one_model_type_are_told_apart(content, name):
 def test_a_text_is_framed_as_code_of_its_folder_does(content, tokens, framed):
     small = {name: 50000 + i for i, name in enumerate(TOLD)}
     model = special_tokens.add_special_ids(ModelConfig(content), small, dict)
-    told = [[small.get(token, token) for token in words] for words in (tokens, framed)]
-    assert special_tokens.frame_prompt(model, told[0]) == told[1]
+    reported = [[small.get(token, token) for token in words] for words in (tokens, framed)]
+    assert special_tokens.frame_prompt(model, reported[0]) == reported[1]
 
 
 def test_one_that_is_changed_leaves_the_others():
@@ -178,12 +178,12 @@ def test_loaded_without_a_tokenizer(tmp_path):
         ValueError, match=r'defines sop and mask.*special_tokens=\{"sop": id, "mask"'
     ):
         dolmen.load(tmp_path)
-    for told, refused in (
+    for reported, refused in (
         ({"mask": 61}, "special_tokens.mask is 61: it must be the id of a token, 0 to 60"),
         ({"bos": 1}, "special_tokens has 'bos'"),
     ):
         with pytest.raises(ValueError, match=refused):
-            dolmen.load(tmp_path, special_tokens=told)
+            dolmen.load(tmp_path, special_tokens=reported)
     model = dolmen.load(tmp_path, special_tokens=IDS)
     tokens = [58, 7, 56, 9, 59, 57, 3]
     expected = theirs(torch.tensor([tokens])).logits[0]

@@ -70,10 +70,8 @@ def test_what_is_stated_counts_and_nothing_is_told():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warn(second)
-    beside = ModelConfig(
-        {"model_type": "baichuan", "head": "normalised"}
-    )  # it stands under our key
-    assert what(beside) == ("linear", RopeSpec(128)) and unknown_fields(beside) == ["head"]
+    extra = ModelConfig({"model_type": "baichuan", "head": "normalised"})  # it stands under our key
+    assert what(extra) == ("linear", RopeSpec(128)) and unknown_fields(extra) == ["head"]
     with pytest.raises(ValueError, match="z_loss_weight is 0.1: max-z loss"):
         ModelConfig({"model_type": "baichuan", "z_loss_weight": 0.1})
     with pytest.raises(ValueError, match="dolmen.head is 'normal': it must be"):

@@ -43,10 +43,10 @@ def test_a_family_is_written_the_same_or_refused(case, tmp_path):
     model = ModelConfig(config_of(case))
     random = {name: torch.randn(shape) for name, shape in model.spec.shapes.items()}
     hf_export.save(tmp_path / "hf", model, random.__getitem__)
-    asked = ConvertConfig(str(tmp_path / "hf"), str(tmp_path / "out"), "megatron-core")
+    config = ConvertConfig(str(tmp_path / "hf"), str(tmp_path / "out"), "megatron-core")
     if case in WRITTEN:
-        assert convert(asked).endswith("equal bit for bit; logits equal")
+        assert convert(config).endswith("equal bit for bit; logits equal")
         return
     with pytest.raises(ValueError) as refused:
-        convert(asked)
+        convert(config)
     assert "\n" not in str(refused.value) and not (tmp_path / "out").exists()

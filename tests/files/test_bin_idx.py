@@ -98,7 +98,7 @@ def at(offset: int, form: str, value: int) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "index, told",
+    "index, message",
     [
         (b"MMIDIDX\0", "does not start with MMIDIDX"),
         (b"TNTIDX\0\0" + IDX[8:], "does not start with MMIDIDX"),
@@ -124,8 +124,8 @@ def at(offset: int, form: str, value: int) -> bytes:
         (at(17, "B", 4), "sequence 1 begins at byte 6, and .* of 4 bytes per token, end at 12"),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused(pair, index, told):
-    with pytest.raises(Refused, match=told) as error:
+def test_an_index_that_does_not_fit_is_refused(pair, index, message):
+    with pytest.raises(Refused, match=message) as error:
         indexed.read(pair(index=index))
     assert "\n" not in str(error.value)
 

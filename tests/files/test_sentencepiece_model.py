@@ -62,15 +62,15 @@ def test_pieces_are_added_behind_and_nothing_else_changes(content):
 
 
 def test_other_models_are_refused(content):
-    for options, told in (
+    for options, reported in (
         ({"model_type": "char", "vocab_size": 280, "hard_vocab_limit": False}, "of type 4"),
         ({"treat_whitespace_as_suffix": True}, "treat_whitespace_as_suffix"),
     ):
-        with pytest.raises(Refused, match=told):
+        with pytest.raises(Refused, match=reported):
             sentencepiece_model.parse(made(**options), "x")
     first = sentencepiece_model.parse(content, "x").pieces[0]
     twice = content + record(1, record(1, first.text.encode()))
-    for damaged, told in (
+    for damaged, reported in (
         (b"", "it has 0 pieces"),
         (twice, "a duplicate piece"),
         (content + record(1, record(1, b"<?>") + record(3, 2)), "it has 2 unknown pieces"),
@@ -81,7 +81,7 @@ def test_other_models_are_refused(content):
         (content + record(1, record(1, b"\xff\xfe")), "is not a sentencepiece model"),
         (content + record(1, b"\x0a\x01z\x15\x00\x00\xc0\x7f"), "the score nan"),
     ):
-        with pytest.raises(Refused, match=told):
+        with pytest.raises(Refused, match=reported):
             sentencepiece_model.parse(damaged, "x")
 
 

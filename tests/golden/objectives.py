@@ -126,8 +126,10 @@ def batches(mesh: Mesh) -> list[Batch]:
     for step, batch in enumerate(table.batches(mesh)[:STEPS]):
         rows = ROWS // mesh.dp.size
         mine = torch.arange(mesh.dp.rank * rows, (mesh.dp.rank + 1) * rows)
-        drawn = torch.rand(2, ROWS, LENGTH, generator=torch.Generator().manual_seed(step)).double()
-        weights, targets = drawn[:, mine]
+        sampled = torch.rand(
+            2, ROWS, LENGTH, generator=torch.Generator().manual_seed(step)
+        ).double()
+        weights, targets = sampled[:, mine]
         places = torch.arange(LENGTH)
         real = (places >= mine[:, None] % 4) & (places < LENGTH - mine[:, None] // 3 % 4)
         out.append(
@@ -177,8 +179,8 @@ def wanted(batch: Batch, mesh: Mesh) -> Batch:
 
 def valued(batch: Batch) -> Batch:
     """With a value that moves by more than the clip in some tokens, and a return."""
-    drawn = batch.numbers[TARGET]
-    return replace(batch, numbers={**batch.numbers, VALUE: drawn / 4, RETURN: drawn.flip(1)})
+    sampled = batch.numbers[TARGET]
+    return replace(batch, numbers={**batch.numbers, VALUE: sampled / 4, RETURN: sampled.flip(1)})
 
 
 def compared(train: TrainState, mesh: Mesh, layout: Layout, **dtypes) -> list[Batch]:
@@ -197,8 +199,8 @@ def compared(train: TrainState, mesh: Mesh, layout: Layout, **dtypes) -> list[Ba
     out = []
     for batch in given:
         found = forward.log_probabilities(other, batch, mesh, train.schedule)
-        drawn = {OLD: found, ADVANTAGE: batch.numbers[TARGET]}
-        out.append(replace(batch, numbers={**batch.numbers, **drawn, REFERENCE: found}))
+        sampled = {OLD: found, ADVANTAGE: batch.numbers[TARGET]}
+        out.append(replace(batch, numbers={**batch.numbers, **sampled, REFERENCE: found}))
     assert all(p.grad is None for p in other.parameters())
     return out
 

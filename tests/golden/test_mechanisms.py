@@ -18,7 +18,7 @@ def test_layout_never_changes_the_answer(row, result):
     hold(result(row), row.name)
 
 
-def asked(config):
+def requested_options(config):
     """What a batch must say beside tokens, for what the model has to be felt."""
     several = config.spec.streams > 1 and config.spec.embedding.types is None
     streams = config.spec.streams if several else 0
@@ -28,7 +28,7 @@ def asked(config):
 def test_each_is_another_answer():
     """Rows of one model under two names would prove little."""
     losses = [
-        run(config, SINGLE, Layout(), steps=1, **asked(config)).losses[0]
+        run(config, SINGLE, Layout(), steps=1, **requested_options(config)).losses[0]
         for config in CONFIGS.values()
     ]
     assert len(set(losses)) == len(losses)

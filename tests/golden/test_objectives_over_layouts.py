@@ -72,8 +72,8 @@ def test_all_tokens_that_an_encoder_reads_are_counted():
     kind = KINDS["filling"]
     train = start(kind.config, SINGLE, Layout(), objective=kind.objective)
     batch = compared(train, SINGLE, Layout())[0]
-    told = optimizer_step(train, batch, SINGLE)
-    assert told.tokens == batch.tokens.numel() > batch.real_tokens
+    metrics = optimizer_step(train, batch, SINGLE)
+    assert metrics.tokens == batch.tokens.numel() > batch.real_tokens
 
 
 def test_a_policy_compared_with_itself():
@@ -87,6 +87,6 @@ def test_a_policy_compared_with_itself():
     initialize(same, SEED)
     for batch, is_first in zip(batches(SINGLE), (True, False), strict=True):
         numbers = {REFERENCE: forward.log_probabilities(same, batch, SINGLE, train.schedule)}
-        told = optimizer_step(train, replace(batch, numbers=numbers), SINGLE)
-        assert (abs(told.loss - math.log(2)) < 1e-7) == is_first
-        assert (told.objective["rewards/margins"] == 0) == is_first and told.grad_norm > 0.1
+        metrics = optimizer_step(train, replace(batch, numbers=numbers), SINGLE)
+        assert (abs(metrics.loss - math.log(2)) < 1e-7) == is_first
+        assert (metrics.objective["rewards/margins"] == 0) == is_first and metrics.grad_norm > 0.1

@@ -8,7 +8,7 @@ from benchmarks.gpu.results import Results, named
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [
         (["--minutes", "0"], "--minutes is 0: it must be over 0 and at most 1440"),
         (["--minutes", "nan"], "--minutes is nan"),
@@ -20,11 +20,11 @@ from benchmarks.gpu.results import Results, named
         (["--stages", "device"], "sees no GPU"),
     ],
 )
-def test_refused_in_a_line_with_nothing_written(words, told, tmp_path, capsys, monkeypatch):
+def test_refused_in_a_line_with_nothing_written(words, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(command, "gpu", lambda: False)
     assert command.main([*words, "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert told in said and said.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert message in said and said.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 def test_cases_that_cannot_be_known_yet_are_told(monkeypatch):
@@ -32,8 +32,8 @@ def test_cases_that_cannot_be_known_yet_are_told(monkeypatch):
         raise ModuleNotFoundError("No module named 'zstandard'")
 
     monkeypatch.setattr(command.importlib, "import_module", lacking)
-    told = command.in_cases(command.STAGES[:1], command.Context("cpu", "tiny"))
-    assert told == (
+    reported = command.in_cases(command.STAGES[:1], command.Context("cpu", "tiny"))
+    assert reported == (
         "\ndevice: No module named 'zstandard'; its cases are known once the wheels are there"
     )
 

@@ -56,8 +56,8 @@ def test_what_is_no_gpu_json_is_refused_in_one_line(what, tmp_path, capsys):
     resume = ["--resume", "--device", "cpu", "--shape", "tiny", "--stages", "ops", "--out"]
     for words in (["report"], resume):
         assert main([*words, str(tmp_path)]) == 2
-        told = capsys.readouterr().err
-        assert str(tmp_path / NAME) in told and told.count("\n") == 1
+        output = capsys.readouterr().err
+        assert str(tmp_path / NAME) in output and output.count("\n") == 1
 
 
 @pytest.mark.parametrize("stage", INCOMPLETE)
@@ -67,9 +67,9 @@ def test_a_case_whose_values_are_incomplete_is_told(stage, tmp_path, capsys):
     other = content(stage="ops", name="y", checks=[CHECK])["cases"]
     (tmp_path / NAME).write_text(json.dumps(content(cases=case + other)))
     assert main(["report", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert f"| {stage}/{name} | incomplete | its values cannot be read" in told
-    assert "1 cases, 1 of 1 checks held" in told
+    output = capsys.readouterr().out
+    assert f"| {stage}/{name} | incomplete | its values cannot be read" in output
+    assert "1 cases, 1 of 1 checks held" in output
 
 
 def test_a_running_case_that_is_not_there_ends_nothing(tmp_path):

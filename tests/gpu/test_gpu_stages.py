@@ -102,11 +102,11 @@ def test_nccl_is_asked_for_each_collective():
     }
     nccl = importlib.import_module(MODULES["nccl"])
     assert set(nccl.COVERED) == public - {"local_part", "tree_sum"}, "neither sends"
-    asked = set()
+    requested = set()
     for called in nccl.COVERED.values():
-        asked |= set(called)
+        requested |= set(called)
     axis = Axis("made")
-    assert asked == {*nccl.calls(axis), *nccl.to_itself_calls(axis)}
+    assert requested == {*nccl.calls(axis), *nccl.to_itself_calls(axis)}
 
 
 @pytest.mark.parametrize("factor", [1.0, 2.0])
@@ -169,9 +169,9 @@ def test_25_minutes_are_enough():
 
 def test_the_plan_names_each_case(capsys):
     assert main(["--plan", "--stages", "throughput", "nccl"]) == 0
-    told = capsys.readouterr().out
-    assert "523 s  of 1500" in told and "nccl: 4 cases, 1 processes of 10 s to start" in told
-    assert "   130 s  llama-1b, in turns\n" in told
+    output = capsys.readouterr().out
+    assert "523 s  of 1500" in output and "nccl: 4 cases, 1 processes of 10 s to start" in output
+    assert "   130 s  llama-1b, in turns\n" in output
 
 
 def test_stages_are_chosen_by_name_and_group():
@@ -262,9 +262,9 @@ def test_memory_of_a_layer_is_half_of_what_two_make(kind, monkeypatch):
 
     def step(mesh, shape, layout, compile):
         n = shape.spec.layers
-        told = {"between steps": 12 * own, "after forward": 2 * own + kept}
-        told |= {"after backward": 4 * own, "peak": 6 * own + kept}
-        return {name: 1e9 + n * count for name, count in told.items()}
+        reported = {"between steps": 12 * own, "after forward": 2 * own + kept}
+        reported |= {"after backward": 4 * own, "peak": 6 * own + kept}
+        return {name: 1e9 + n * count for name, count in reported.items()}
 
     monkeypatch.setattr(memory, "_step", step)
     record = Record()
@@ -280,8 +280,8 @@ def test_a_whole_model_is_told_by_its_layers():
         return {"values": step, "status": "ok"}
 
     own = {f"llama-8b, {n} layers, dolmen, 1 at once": case(0.05 + 0.02 * n) for n in (11, 5)}
-    told = sections.extrapolated(own | {"llama-8b, 11 layers, dolmen, 2 at once": case(9.0)})
-    assert "takes 20.00 ms" in told and "all 32 would take 690 ms" in told
+    reported = sections.extrapolated(own | {"llama-8b, 11 layers, dolmen, 2 at once": case(9.0)})
+    assert "takes 20.00 ms" in reported and "all 32 would take 690 ms" in reported
     assert sections.extrapolated({}) == ""
 
 
@@ -318,13 +318,13 @@ def test_the_report_tells_every_stage_and_what_failed(results, tmp_path):
     text = report.section([first, Results.read(tmp_path / NAME)])
     for title in (t for stage, t in report.TITLES.items() if SHORT[stage]):
         assert f"### {title}\n" in text, title
-    for told in (
+    for reported in (
         "0.987",
         "ops/hangs | late | the end / of the log",
         "AdamW | wrong | 1 of 1",
         "nan",
     ):
-        assert told in text, told
+        assert reported in text, reported
     assert "In miniature" in text and "1 late, 1 left" in text
     page = report.PAGE.read_text()
     new = report.replaced(page, text)
@@ -346,10 +346,10 @@ def test_wheels_are_installed_for_what_is_missing_alone(tmp_path, monkeypatch):
     assert set(packages.wheels(tmp_path)) == {"pydantic", "pydantic-core"}
     assert {"torch", "pydantic", "datasets", "zstandard"} <= set(packages.required())
     assert packages.missing() == [] and packages.install(tmp_path) is None
-    asked = []
+    calls = []
 
     def run(words, **_):
-        asked.append(words)
+        calls.append(words)
         return type("Done", (), {"returncode": 0})
 
     monkeypatch.setattr(packages.subprocess, "run", run)
@@ -357,10 +357,10 @@ def test_wheels_are_installed_for_what_is_missing_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(packages, "version", lambda n: None if n == "pydantic" else known(n))
     site = packages.install(tmp_path)
     site.rmdir()
-    assert [w for w in asked[0] if w.endswith(".whl")] == [
+    assert [w for w in calls[0] if w.endswith(".whl")] == [
         str(tmp_path / "pydantic-1.0-py3-none-any.whl")
     ]
-    assert "--no-index" in asked[0] and "--no-deps" in asked[0]
+    assert "--no-index" in calls[0] and "--no-deps" in calls[0]
 
 
 def test_a_shape_in_miniature_keeps_its_structure():

@@ -117,8 +117,10 @@ def test_a_case_that_fails_is_told_and_the_next_is_run(tmp_path, stages, capsys)
     assert results.case("good", "off")["checks"][0]["value"] == "nan"
     assert results.case("good", "b")["values"]["told"] == 1
     assert finish(results, stages("good")) == 1
-    told = capsys.readouterr().out
-    assert "2 ok, 1 wrong, 1 failed" in told and "no such thing" in told and "x is nan" in told
+    output = capsys.readouterr().out
+    assert (
+        "2 ok, 1 wrong, 1 failed" in output and "no such thing" in output and "x is nan" in output
+    )
 
 
 def test_what_hangs_is_ended_with_all_that_it_started(tmp_path, stages):
@@ -216,8 +218,8 @@ def test_two_runs_in_one_folder_are_kept_apart(tmp_path, stages, monkeypatch, ca
     for more in ([], ["--resume"]):
         with held(tmp_path / "out"):
             assert main([*words, *more]) == 2
-        told = capsys.readouterr().err
-        assert told.count("\n") == 1 and "out is in use by another run" in told
+        output = capsys.readouterr().err
+        assert output.count("\n") == 1 and "out is in use by another run" in output
         assert not (tmp_path / "out" / NAME).exists()
     held_by = []
     monkeypatch.setattr(Runner, "run", lambda *_: held_by.append(main(words)))
@@ -248,8 +250,8 @@ def test_a_full_disk_is_told_once_and_the_rest_is_run(tmp_path, stages, monkeypa
     monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(28, "full")))
     results.save()
     results.save()
-    told = capsys.readouterr().err
-    assert told.count("cannot be saved") == 1 and results.unsaved
+    output = capsys.readouterr().err
+    assert output.count("cannot be saved") == 1 and results.unsaved
     monkeypatch.undo()
     results.save()
     assert not results.unsaved

@@ -268,15 +268,15 @@ CONFIGS = {
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_targets_are_named_as_in_transformers(name):
-    model, (asked, ours) = CONFIGS[name], TARGETS[name]
+    model, (requested, ours) = CONFIGS[name], TARGETS[name]
     of = {f"layers.{i}.{part}.weight" for part in ours for i in range(2)}
-    assert targets(model, asked) == of & model.spec.params.keys()
+    assert targets(model, requested) == of & model.spec.params.keys()
     roles = {n: param.role for n, param in model.spec.params.items()}
     assert targets(model, ["all-linear"]) == {n for n, role in roles.items() if role in ADAPTED}
 
 
 @pytest.mark.parametrize(
-    "asked, said",
+    "options, said",
     [
         (
             "q",
@@ -289,9 +289,9 @@ def test_targets_are_named_as_in_transformers(name):
         ),
     ],
 )
-def test_other_targets_are_refused(asked, said):
+def test_other_targets_are_refused(options, said):
     with pytest.raises(ValueError, match=said):
-        AdapterConfig(8, targets=("q_proj", asked)).resolve(CONFIGS["llama"])
+        AdapterConfig(8, targets=("q_proj", options)).resolve(CONFIGS["llama"])
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,8 @@ def start() -> TrainState:
 
 def batch() -> Batch:
     made = table.batches(SINGLE)[0]
-    drawn = torch.rand(2, *made.tokens.shape, generator=torch.Generator().manual_seed(0)).double()
-    return replace(made, numbers={OLD: -4 + drawn[0], ADVANTAGE: drawn[1] - 0.5})
+    sampled = torch.rand(2, *made.tokens.shape, generator=torch.Generator().manual_seed(0)).double()
+    return replace(made, numbers={OLD: -4 + sampled[0], ADVANTAGE: sampled[1] - 0.5})
 
 
 def remembered(state: TrainState, given: Batch) -> Batch:
@@ -53,7 +53,9 @@ def chosen(state: TrainState, given: Batch) -> torch.Tensor:
     seen, hooks = [], []
     for module in state.model.modules():
         if isinstance(module, Router):
-            hooks.append(module.register_forward_hook(lambda *told: seen.append(told[2][1])))
+            hooks.append(
+                module.register_forward_hook(lambda *reported: seen.append(reported[2][1]))
+            )
     optimizer_step(state, given, SINGLE)
     for hook in hooks:
         hook.remove()
@@ -68,11 +70,11 @@ def chosen(state: TrainState, given: Batch) -> torch.Tensor:
 def test_with_the_same_weights_nothing_changes_to_the_bit():
     plain, again = start(), start()
     given = batch()
-    told = [
+    reported = [
         optimizer_step(plain, given, SINGLE),
         optimizer_step(again, remembered(again, given), SINGLE),
     ]
-    assert told[0] == told[1]
+    assert reported[0] == reported[1]
     for p, q in zip(plain.model.parameters(), again.model.parameters(), strict=True):
         assert torch.equal(p, q)
 

@@ -59,9 +59,9 @@ def learned(recipe: str, name: str, seed: int) -> tuple[float, float]:
                 labels = torch.multinomial(chances.flatten(0, 1), 1, generator=generator).view(
                     ROWS, PLACES
                 )
-                asked = Batch(tokens, labels)
+                requested = Batch(tokens, labels)
                 old, reference = (
-                    one(tokens, lambda h, end, b=asked: end.log_probabilities(h, b.labels))
+                    one(tokens, lambda h, end, b=requested: end.log_probabilities(h, b.labels))
                     for one in (model, start)
                 )
                 scores = WANTED[torch.arange(PLACES), labels].mean(1)
@@ -69,9 +69,9 @@ def learned(recipe: str, name: str, seed: int) -> tuple[float, float]:
             batch = Batch(
                 tokens, labels, numbers={OLD: old, ADVANTAGE: found, REFERENCE: reference}
             )
-            judged = model(tokens, lambda h, end, b=batch: objective(h, end, b))
+            scored = model(tokens, lambda h, end, b=batch: objective(h, end, b))
             optimizer.zero_grad()
-            (judged.total / objective.count(batch)).backward()
+            (scored.total / objective.count(batch)).backward()
             optimizer.step()
     with torch.no_grad():
         after, before = (
@@ -102,8 +102,8 @@ def test_a_reward_grows_within_its_bound_but_for_a_fault(recipe, name, seed):
 def ran(folder: Path, reward: float) -> None:
     """What a run of twenty phases leaves, whose reward begins with a tenth."""
     folder.mkdir(parents=True)
-    told = [{"step": n, "rollout/reward": 0.1 if n < 3 else reward} for n in range(20)]
-    lines = (json.dumps({**one, "rollout/kl_per_completion": 1.0}) for one in told)
+    reported = [{"step": n, "rollout/reward": 0.1 if n < 3 else reward} for n in range(20)]
+    lines = (json.dumps({**one, "rollout/kl_per_completion": 1.0}) for one in reported)
     (folder / "metrics.jsonl").write_text("\n".join(lines))
     (folder / "summary.json").write_text("{}")
 
@@ -111,12 +111,12 @@ def ran(folder: Path, reward: float) -> None:
 def test_those_runs_are_judged_that_were_asked_for(tmp_path, monkeypatch, capsys):
     """Others may not have been run, or be wrong."""
     monkeypatch.setattr(faults, "FOLDER", tmp_path)
-    asked = [("ppo", "sound", 0), ("ppo", "flipped", 0)]
-    for one, reward in zip(asked, (0.9, 0.2), strict=True):
+    requested = [("ppo", "sound", 0), ("ppo", "flipped", 0)]
+    for one, reward in zip(requested, (0.9, 0.2), strict=True):
         ran(faults.folder(*one), reward)
-    assert controls.told(asked) and controls.told(asked[1:])
+    assert controls.told(requested) and controls.told(requested[1:])
     said = capsys.readouterr().out
     assert "ppo sound        9.0 times at 1.0 nats: 1 of 1 pass, 1 asked for" in said
-    assert not controls.told([*asked, ("ppo", "flipped", 1)])  # has not been run
+    assert not controls.told([*requested, ("ppo", "flipped", 1)])  # has not been run
     ran(faults.folder("ppo", "shuffled", 0), 0.9)
-    assert controls.told(asked) and not controls.told([("ppo", "shuffled", 0)])
+    assert controls.told(requested) and not controls.told([("ppo", "shuffled", 0)])

@@ -91,18 +91,18 @@ def load(model: Decoder, source: ModelSource) -> None:
 
 def batch() -> Batch:
     """Two pairs, of prompts of three tokens and answers of 2 to 9; then padding."""
-    drawn = torch.Generator().manual_seed(7)
-    tokens = torch.randint(PADDING, (4, LENGTH), generator=drawn)
-    labels = torch.randint(PADDING, (4, LENGTH), generator=drawn)
+    random = torch.Generator().manual_seed(7)
+    tokens = torch.randint(PADDING, (4, LENGTH), generator=random)
+    labels = torch.randint(PADDING, (4, LENGTH), generator=random)
     places, ends = torch.arange(LENGTH), torch.tensor([[12], [5], [7], [10]])
     return Batch(
         torch.where(places < ends, tokens, PADDING),
         torch.where((places >= 3) & (places < ends), labels, IGNORED),
-        numbers={TARGET: torch.rand(4, LENGTH, generator=drawn).double()},
+        numbers={TARGET: torch.rand(4, LENGTH, generator=random).double()},
     )
 
 
-def judged(objective, model: Decoder, given: Batch) -> tuple[Tensor, dict[str, float]]:
+def evaluate_objective(objective, model: Decoder, given: Batch) -> tuple[Tensor, dict[str, float]]:
     """The loss with its graph, and the metrics."""
     count = objective.count(given)
     found = model(
@@ -111,8 +111,8 @@ def judged(objective, model: Decoder, given: Batch) -> tuple[Tensor, dict[str, f
         documents=given.documents,
         positions=given.positions,
     )
-    told = {n: float(m) / count for n, m in zip(objective.names, found.metrics, strict=True)}
-    return found.total / count, told
+    reported = {n: float(m) / count for n, m in zip(objective.names, found.metrics, strict=True)}
+    return found.total / count, reported
 
 
 def texts(model: torch.nn.Module, given: Batch) -> Tensor:
@@ -151,7 +151,7 @@ def test_dpo_of_two_models(tmp_path):
         other = texts(their_reference, given)
     torch.testing.assert_close(found, other, rtol=TOLERANCE, atol=TOLERANCE)
 
-    loss, told = judged(DPO(0.3), ours, replace(given, numbers={REFERENCE: found}))
+    loss, metrics = evaluate_objective(DPO(0.3), ours, replace(given, numbers={REFERENCE: found}))
     ratios = (texts(theirs, given) - other).sum(1)
     margins = 0.3 * torch.stack([ratios[0] - ratios[1], ratios[2] - ratios[3]])
     want = torch.log(1 + torch.exp(-margins)).mean()
@@ -159,14 +159,14 @@ def test_dpo_of_two_models(tmp_path):
     loss.backward()
     want.backward()
     compare(ours, source, theirs)
-    assert told["rewards/accuracies"] == (margins > 0).double().mean()
+    assert metrics["rewards/accuracies"] == (margins > 0).double().mean()
     logps = texts(theirs, given).sum(1)
     of_sides = {"rewards": 0.3 * ratios, "logps": logps}
     means = {f"{name}/chosen": x[0::2].mean() for name, x in of_sides.items()}
     means |= {f"{name}/rejected": x[1::2].mean() for name, x in of_sides.items()}
     means["rewards/margins"] = margins.mean()
     for name, mean in means.items():
-        assert told[name] == pytest.approx(mean.item(), rel=TOLERANCE), name
+        assert metrics[name] == pytest.approx(mean.item(), rel=TOLERANCE), name
     assert all(p.grad is None for p in reference.parameters())
 
 
@@ -175,7 +175,7 @@ def test_ipo_of_two_models():
     model = training(DPO()).model
     given = replace(GIVEN, numbers={REFERENCE: torch.rand(4, LENGTH)})
     with torch.no_grad():
-        loss, _ = judged(DPO(0.3, "ipo"), model, given)
+        loss, _ = evaluate_objective(DPO(0.3, "ipo"), model, given)
         found = model(given.tokens, lambda h, head: head.log_probabilities(h, given.labels))
     real = given.labels != IGNORED
     means = ((found - given.numbers[REFERENCE]) * real).sum(1) / real.sum(1)
@@ -189,12 +189,12 @@ def test_dpo_with_the_likelihood_of_the_chosen():
     side = torch.tensor([-1.0, -1.0, 1.0, 1.0])[:, None].expand(4, LENGTH)
     given = replace(GIVEN, numbers={REFERENCE: torch.rand(4, LENGTH), SIDE: side})
     with torch.no_grad():
-        alone, told = judged(DPO(0.3), model, given)
-        loss, same = judged(DPO(0.3, rpo_alpha=0.7), model, given)
+        alone, metrics = evaluate_objective(DPO(0.3), model, given)
+        loss, same = evaluate_objective(DPO(0.3, rpo_alpha=0.7), model, given)
         found = model(given.tokens, lambda h, head: head.log_probabilities(h, given.labels))
     means = found.sum(1) / (given.labels != IGNORED).sum(1)
     torch.testing.assert_close(loss - alone, -0.7 * (means[1] + means[2]) / 2)
-    assert same == told
+    assert same == metrics
 
 
 def test_a_prompt_does_not_count():
@@ -202,7 +202,7 @@ def test_a_prompt_does_not_count():
     model = training(DPO()).model
     noise = torch.where(GIVEN.labels == IGNORED, torch.rand(4, LENGTH), 0.0)
     given = replace(GIVEN, numbers={REFERENCE: noise})
-    assert judged(DPO(), model, given) == judged(DPO(), model, GIVEN)
+    assert evaluate_objective(DPO(), model, given) == evaluate_objective(DPO(), model, GIVEN)
 
 
 @pytest.fixture(params=["llama", "gpt2"])
@@ -233,7 +233,7 @@ def test_rewards_of_pairs(scalar):
     given = batch()
     with Wide():
         rewards = theirs(input_ids=given.tokens, use_cache=False).logits[:, 0]
-    loss, told = judged(PairwiseRewardLoss(), ours, given)
+    loss, metrics = evaluate_objective(PairwiseRewardLoss(), ours, given)
     margins = torch.stack([rewards[0] - rewards[1], rewards[2] - rewards[3]])
     want = torch.log(1 + torch.exp(-margins)).mean()
     torch.testing.assert_close(loss, want, rtol=TOLERANCE, atol=0)
@@ -241,7 +241,7 @@ def test_rewards_of_pairs(scalar):
     want.backward()
     compare(ours, source, theirs)
     torch.testing.assert_close(ours.score.weight.grad, theirs.score.weight.grad, rtol=0, atol=1e-12)
-    assert told["accuracy"] == (margins > 0).double().mean()
+    assert metrics["accuracy"] == (margins > 0).double().mean()
 
 
 def test_values_of_tokens(scalar):
@@ -254,7 +254,7 @@ def test_values_of_tokens(scalar):
     schedule = make_schedule("1f1b", 1, 4)
     found = forward.values(ours, given, SINGLE, schedule)
     torch.testing.assert_close(found, values.detach(), rtol=0, atol=1e-12)
-    loss, _ = judged(SquaredError(), ours, given)
+    loss, _ = evaluate_objective(SquaredError(), ours, given)
     weights = given.weights * (given.labels != IGNORED)
     want = (weights * (values - given.numbers[TARGET]).square()).sum() / 2 / weights.sum()
     torch.testing.assert_close(loss, want, rtol=TOLERANCE, atol=0)
@@ -270,7 +270,7 @@ def test_weights_of_tokens(tmp_path):
     given = batch()
     weights = torch.rand(4, LENGTH, dtype=torch.float64)
     weights[0, 4], weights[3, 3] = 0, 3.5
-    loss, _ = judged(CrossEntropy(), ours, replace(given, weights=weights))
+    loss, _ = evaluate_objective(CrossEntropy(), ours, replace(given, weights=weights))
     weights = weights * (given.labels != IGNORED)
     want = -(weights * texts(theirs, given)).sum() / weights.sum()
     torch.testing.assert_close(loss, want, rtol=TOLERANCE, atol=0)
@@ -423,7 +423,7 @@ def test_packed_rewards_are_those_of_each_alone():
     given = packed(side=True)
     margin = torch.tensor([[0.5, 0.5, 2.0, 2.0, 0.0], [0, 0, 0, 0, 0], [0] * 5, [1.0] * 5]).double()
     given = replace(given, numbers={**given.numbers, MARGIN: margin}).add_positions(1)
-    loss, told = judged(PairwiseRewardLoss(0.1, margin=0.25), model, given)
+    loss, metrics = evaluate_objective(PairwiseRewardLoss(0.1, margin=0.25), model, given)
     places = ((0, 0, 2), (0, 2, 4), (1, 0, 2), (1, 2, 4), (2, 0, 5), (3, 0, 4))
     with torch.no_grad():
         found = [
@@ -435,7 +435,7 @@ def test_packed_rewards_are_those_of_each_alone():
         torch.log(1 + torch.exp(-(c - r - m - 0.25))) + 0.1 * (c + r) ** 2 for c, r, m in pairs_
     ]
     torch.testing.assert_close(loss.detach(), torch.stack(want).mean(), rtol=1e-12, atol=0)
-    assert told["accuracy"] == pytest.approx(sum(c > r for c, r, _ in pairs_) / 3)
+    assert metrics["accuracy"] == pytest.approx(sum(c > r for c, r, _ in pairs_) / 3)
 
 
 def test_kto_of_packed_rows():
@@ -445,7 +445,7 @@ def test_kto_of_packed_rows():
     side = torch.tensor([[1, 1, 0, 0, 0], [0, 0, -1, -1, -1], [0] * 5, [-1] * 5]).float()
     noise = torch.rand(4, 5, generator=torch.Generator().manual_seed(0))
     given = replace(given, numbers={SIDE: side, REFERENCE: -4 - noise})
-    loss, told = judged(KTO(0.7, 1.5, 0.5), model, given)
+    loss, metrics = evaluate_objective(KTO(0.7, 1.5, 0.5), model, given)
     with torch.no_grad():
         found = model(
             given.tokens,
@@ -471,7 +471,7 @@ def test_kto_of_packed_rows():
             losses.append((1.5 if good else 0.5) * (1 - 1 / (1 + math.exp(-ahead))))
             margins.append(ahead)
     assert float(loss.detach()) == pytest.approx(sum(losses) / 3, rel=1e-5)
-    assert told["margin"] == pytest.approx(sum(margins) / 3, rel=1e-4)
+    assert metrics["margin"] == pytest.approx(sum(margins) / 3, rel=1e-4)
 
 
 def test_how_sure_a_reward_model_is():
@@ -480,7 +480,7 @@ def test_how_sure_a_reward_model_is():
     with torch.no_grad():
         model.score.weight.mul_(200)
     given = packed(side=True).add_positions(1)
-    _, told = judged(CalibratedRewardLoss(), model, given)
+    _, metrics = evaluate_objective(CalibratedRewardLoss(), model, given)
     with torch.no_grad():
         values = model(
             given.tokens,
@@ -495,5 +495,5 @@ def test_how_sure_a_reward_model_is():
         at = min(9, int(10 * (2 / (1 + math.exp(-abs(ahead))) - 1)))
         sure[at] += 1
         right[at] += ahead > 0
-    assert [round(3 * told[f"sure {i}"]) for i in range(10)] == sure
-    assert [round(3 * told[f"right {i}"]) for i in range(10)] == right
+    assert [round(3 * metrics[f"sure {i}"]) for i in range(10)] == sure
+    assert [round(3 * metrics[f"right {i}"]) for i in range(10)] == right

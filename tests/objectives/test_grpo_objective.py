@@ -107,9 +107,9 @@ def test_of_answers_that_are_all_left_out_nothing_is_learned(kind):
     batch = Batch(tokens, torch.full_like(tokens, IGNORED), numbers=numbers)
     objective = GRPOWithEntropy(kind, entropy_coef=0.1)
     count = objective.count(batch)
-    judged = model(tokens, lambda h, end: objective(h, end, batch))
-    (judged.total / count).backward()
-    assert count > 0 and judged.total / count == 0
+    scored = model(tokens, lambda h, end: objective(h, end, batch))
+    (scored.total / count).backward()
+    assert count > 0 and scored.total / count == 0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
     if kind == "dapo":
         assert count + 7 == 7

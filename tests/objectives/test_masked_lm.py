@@ -82,16 +82,16 @@ def test_the_loss_of_bert(tmp_path):
     wanted = theirs(**given).loss
     wanted.backward()
     objective = MaskedLM(follows=batch.real_tokens / ROWS)
-    judged = ours(
+    scored = ours(
         batch.tokens,
         lambda hidden, head: objective(hidden, head, batch),
         documents=batch.documents,
         positions=batch.positions,
     )
-    loss = judged.total / objective.count(batch)
+    loss = scored.total / objective.count(batch)
     loss.backward()
     torch.testing.assert_close(loss, wanted, rtol=TOLERANCE, atol=0)
-    torch.testing.assert_close(sum(judged.metrics), judged.total.detach(), rtol=TOLERANCE, atol=0)
+    torch.testing.assert_close(sum(scored.metrics), scored.total.detach(), rtol=TOLERANCE, atol=0)
     got = dict(exported_trained(source.model, lambda name: parameters[name].grad))
     expected = {name: p.grad for name, p in theirs.named_parameters()}
     assert got.keys() == expected.keys()

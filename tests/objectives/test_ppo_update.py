@@ -46,7 +46,7 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, clip=0.0, schedule="constant", weight_decay
 TEMPERATURE, CLIP = 0.8, 0.2
 
 
-def drawn() -> PPORollout:
+def random_rollout() -> PPORollout:
     """Answers with log-probabilities and values as another model may have had them."""
     made = make_rollout(PROMPTS, ANSWERS, [[0.0] * len(a) for a in ANSWERS], 16, 8)
     chance = torch.Generator().manual_seed(0)
@@ -89,7 +89,7 @@ def worth(made: PPORollout) -> tuple[dict, dict]:
 
 def test_what_a_token_is_worth():
     """2203.02155, equation 2, 1506.02438, equation 16, and the mean and variance of all tokens."""
-    made = drawn()
+    made = random_rollout()
     advantages, returns = worth(made)
     for row in range(4):
         for place in range(made.tokens.shape[1]):
@@ -176,11 +176,11 @@ MODELS = {
 def test_an_update_is_that_of_a_plain_loop(kind):
     """Where a gradient is about eps, an update is a quotient of rounding: 1e-7, of 1e-2."""
     config, objective, loss = MODELS[kind]
-    made, state = drawn(), state_of(config, objective)
+    made, state = random_rollout(), state_of(config, objective)
     wanted = loss(state, made)
     after = expected(state, wanted)
-    told = optimizer_step(state, made.batch(slice(0, 4)), SINGLE)
-    assert told.loss == pytest.approx(wanted.item(), rel=1e-12)
+    metrics = optimizer_step(state, made.batch(slice(0, 4)), SINGLE)
+    assert metrics.loss == pytest.approx(wanted.item(), rel=1e-12)
     for name, p in state.model.named_parameters():
         assert torch.allclose(p, after[name], rtol=0, atol=1e-7), name
 
@@ -195,7 +195,7 @@ def with_text(weight: float) -> tuple[TrainState, PPORollout]:
     config, objective, _ = MODELS["policy"]
     state = state_of(config, objective)
     state.pretraining = PretrainingLoss(weight, lambda step: TEXT)
-    return state, drawn()
+    return state, random_rollout()
 
 
 def test_text_beside_adds_its_gradient():
@@ -203,10 +203,10 @@ def test_text_beside_adds_its_gradient():
     state, made = with_text(27.8)
     policy, text = policy_loss(state, made), text_loss(state)
     after = expected(state, policy + 27.8 * text)
-    told = optimizer_step(state, made.batch(slice(0, 4)), SINGLE)
-    assert told.loss == pytest.approx((policy + 27.8 * text).item(), rel=1e-12)
-    assert told.objective["objective/pretraining_loss"] == pytest.approx(text.item(), rel=1e-12)
-    assert told.tokens == 8 + 30  # those of three answers and of the text
+    metrics = optimizer_step(state, made.batch(slice(0, 4)), SINGLE)
+    assert metrics.loss == pytest.approx((policy + 27.8 * text).item(), rel=1e-12)
+    assert metrics.objective["objective/pretraining_loss"] == pytest.approx(text.item(), rel=1e-12)
+    assert metrics.tokens == 8 + 30  # those of three answers and of the text
     for name, p in state.model.named_parameters():
         assert torch.allclose(p, after[name], rtol=0, atol=1e-7), name
 
@@ -233,12 +233,12 @@ def router_losses(state: TrainState, batch: Batch) -> torch.Tensor:
 
 def test_losses_of_routers_are_not_weighed_as_text_is():
     """Those of the text count as those of what is drawn do, and the cross-entropy alone more."""
-    made, state = drawn(), state_of(FAMILIES["qwen3-moe"], POLICY)
+    made, state = random_rollout(), state_of(FAMILIES["qwen3-moe"], POLICY)
     state.pretraining, given = PretrainingLoss(27.8, lambda step: TEXT), made.batch(slice(0, 4))
     loss = policy_loss(state, made) + 27.8 * text_loss(state)
     after = expected(state, loss + router_losses(state, given) + router_losses(state, TEXT))
-    told = optimizer_step(state, given, SINGLE)
-    assert told.loss == pytest.approx(loss.item(), rel=1e-12)
+    metrics = optimizer_step(state, given, SINGLE)
+    assert metrics.loss == pytest.approx(loss.item(), rel=1e-12)
     for name, p in state.model.named_parameters():
         assert torch.allclose(p, after[name], rtol=0, atol=1e-7), name
 
@@ -272,14 +272,14 @@ def shuffled(batch: Batch) -> Batch:
 @pytest.mark.parametrize("kind", ["policy", "critic"])
 def test_what_is_wrong_is_seen(kind, wrong):
     config, objective, loss = MODELS[kind]
-    made, state = drawn(), state_of(config, objective)
+    made, state = random_rollout(), state_of(config, objective)
     wanted = loss(state, made).item()
-    told = optimizer_step(state, wrong(made.batch(slice(0, 4))), SINGLE)
-    assert abs(told.loss / wanted - 1) > 1e-2
+    metrics = optimizer_step(state, wrong(made.batch(slice(0, 4))), SINGLE)
+    assert abs(metrics.loss / wanted - 1) > 1e-2
 
 
 def test_a_batch_without_numbers_is_refused():
-    made = drawn().batch(slice(0, 4))
+    made = random_rollout().batch(slice(0, 4))
     for objective, name in ((POLICY, ADVANTAGE), (PPOValueLoss(), RETURN)):
         numbers = {other: each for other, each in made.numbers.items() if other != name}
         with pytest.raises(ValueError, match=f"batch lacks: {name}"):

@@ -24,7 +24,7 @@ def log_sigmoid(x: float) -> float:
 
 
 @pytest.fixture
-def drawn():
+def random_pairs():
     """Summed log-probabilities of five pairs, and tokens of their answers."""
     made = torch.Generator().manual_seed(3)
     lengths = tuple(torch.randint(1, 9, (5,), generator=made) for _ in range(2))
@@ -35,10 +35,10 @@ def drawn():
 
 
 @pytest.mark.parametrize("beta, gamma, smoothing", [(2.0, 0.5, 0.0), (2.5, 1.4, 0.1)])
-def test_simpo(drawn, beta, gamma, smoothing):
-    (chosen, rejected, *_), lengths = drawn
+def test_simpo(random_pairs, beta, gamma, smoothing):
+    (chosen, rejected, *_), lengths = random_pairs
     options = dict(beta=beta, gamma=gamma, label_smoothing=smoothing)
-    loss, told = simpo(chosen, rejected, lengths=lengths, **options)
+    loss, metrics = simpo(chosen, rejected, lengths=lengths, **options)
     total = 0.0
     for c, r, long, other in zip(
         chosen.tolist(), rejected.tolist(), *(one.tolist() for one in lengths), strict=True
@@ -47,12 +47,12 @@ def test_simpo(drawn, beta, gamma, smoothing):
         total += -log_sigmoid(beta * logits) * (1 - smoothing)
         total += -log_sigmoid(-beta * logits) * smoothing
     assert float(loss) == pytest.approx(total / 5, rel=1e-12)
-    assert 0 <= told["accuracy"] <= 1
+    assert 0 <= metrics["accuracy"] <= 1
 
 
-def test_orpo(drawn):
-    (chosen, rejected, *_), lengths = drawn
-    loss, told = orpo(chosen, rejected, lengths=lengths, beta=0.3)
+def test_orpo(random_pairs):
+    (chosen, rejected, *_), lengths = random_pairs
+    loss, metrics = orpo(chosen, rejected, lengths=lengths, beta=0.3)
     total, ahead = 0.0, 0
     for c, r, long, other in zip(
         chosen.tolist(), rejected.tolist(), *(one.tolist() for one in lengths), strict=True
@@ -62,7 +62,7 @@ def test_orpo(drawn):
         total += -c - 0.3 * log_sigmoid(odds)
         ahead += c > r
     assert float(loss) == pytest.approx(total / 5, rel=1e-12)
-    assert told["accuracy"] == pytest.approx(ahead / 5)
+    assert metrics["accuracy"] == pytest.approx(ahead / 5)
 
 
 def test_orpo_of_an_answer_that_is_certain():
@@ -74,12 +74,12 @@ def test_orpo_of_an_answer_that_is_certain():
 
 
 @pytest.mark.parametrize("kl", [-0.7, 0.0, 1.3])
-def test_kto(drawn, kl):
-    (policy, other, *_), _ = drawn
+def test_kto(random_pairs, kl):
+    (policy, other, *_), _ = random_pairs
     reference, wanted = other.flip(0), torch.tensor([1, 0, 1, 1, 0])
     given = torch.tensor(kl, dtype=torch.float64, requires_grad=True)
     policy = policy.requires_grad_()
-    loss, told = kto(
+    loss, metrics = kto(
         policy,
         reference,
         wanted,
@@ -95,8 +95,8 @@ def test_kto(drawn, kl):
         losses.append(weight * (1 - 1 / (1 + math.exp(-0.2 * sign * (ratio - zero)))))
         rewards[bool(good)].append(0.2 * ratio)
     assert loss.item() == pytest.approx(sum(losses) / 5, rel=1e-12)
-    assert float(told["desirable"]) == pytest.approx(sum(rewards[True]) / 3)
-    assert float(told["undesirable"]) == pytest.approx(sum(rewards[False]) / 2)
+    assert float(metrics["desirable"]) == pytest.approx(sum(rewards[True]) / 3)
+    assert float(metrics["undesirable"]) == pytest.approx(sum(rewards[False]) / 2)
     loss.backward()
     assert given.grad is None
     assert torch.equal(policy.grad < 0, wanted > 0)  # the wanted ones are raised

@@ -28,13 +28,18 @@ ROWS, TOKENS = MASK.shape
 EXACT = dict(rtol=1e-13, atol=1e-15)  # the order of sums in float64
 
 
-def drawn(seed: int, scale: float = 1.0) -> Tensor:
+def random_tensor(seed: int, scale: float = 1.0) -> Tensor:
     """[rows, tokens] in float64, NaN in holes."""
     made = torch.randn(ROWS, TOKENS, generator=torch.Generator().manual_seed(seed)).double()
     return torch.where(MASK == 1, scale * made, NAN)
 
 
-NEW, OLD, REFERENCE, ADVANTAGES = drawn(0, 0.4), drawn(1, 0.4), drawn(2, 0.4), drawn(3)
+NEW, OLD, REFERENCE, ADVANTAGES = (
+    random_tensor(0, 0.4),
+    random_tensor(1, 0.4),
+    random_tensor(2, 0.4),
+    random_tensor(3),
+)
 OF_ROWS = torch.tensor([1.5, 1.7, -2.0, 9.0, -0.3]).double()
 LOW, HIGH = 0.2, 0.24
 
@@ -89,7 +94,7 @@ CLIPPED = dict(clip_low=LOW, clip_high=HIGH)
 )
 def test_clipped(dual, reduce, empty, rows):
     settings = dict(**CLIPPED, dual_clip=dual, reduce=reduce, empty=empty)
-    loss, told = policy.ppo_loss(NEW, OLD, ADVANTAGES, MASK, **settings)
+    loss, metrics = policy.ppo_loss(NEW, OLD, ADVANTAGES, MASK, **settings)
     want = of_mask(lambda i, t: surrogate(ratio(i, t), ADVANTAGES[i, t].item(), dual), reduce, rows)
     assert loss.item() == pytest.approx(want, rel=1e-13)
     gradients(lambda new: policy.ppo_loss(new, OLD, ADVANTAGES, MASK, **settings), NEW)
@@ -99,15 +104,17 @@ def test_clipped(dual, reduce, empty, rows):
     outside = [
         ratio(i, t) > 1 + HIGH if ADVANTAGES[i, t] > 0 else ratio(i, t) < 1 - LOW for i, t in every
     ]
-    assert told["clip_fraction"].item() == pytest.approx(fmean(outside)) and any(outside)
+    assert metrics["clip_fraction"].item() == pytest.approx(fmean(outside)) and any(outside)
     off = [(OLD[i, t] - NEW[i, t]).item() for i, t in every]
-    assert told["kl_k1"].item() == pytest.approx(fmean(off))
-    assert told["kl_k3"].item() == pytest.approx(fmean(map(k3, off)))
-    assert told["ratio"].item() == pytest.approx(fmean(math.exp(-d) for d in off))
-    assert not any(each.requires_grad for each in told.values())
+    assert metrics["kl_k1"].item() == pytest.approx(fmean(off))
+    assert metrics["kl_k3"].item() == pytest.approx(fmean(map(k3, off)))
+    assert metrics["ratio"].item() == pytest.approx(fmean(math.exp(-d) for d in off))
+    assert not any(each.requires_grad for each in metrics.values())
     if dual:
         bounded = [ADVANTAGES[i, t] < 0 and ratio(i, t) > dual for i, t in every]
-        assert told["dual_clip_fraction"].item() == pytest.approx(fmean(bounded)) and any(bounded)
+        assert metrics["dual_clip_fraction"].item() == pytest.approx(fmean(bounded)) and any(
+            bounded
+        )
 
 
 def test_clipped_by_hand():
@@ -115,13 +122,13 @@ def test_clipped_by_hand():
     new, old = torch.tensor([[2.0, 0.5]]).log(), torch.zeros(1, 2)
     a, mask = torch.tensor([[1.0, -1.0]]), torch.ones(1, 2)
     settings = dict(clip_low=0.2, clip_high=0.28, reduce="token-mean")
-    loss, told = policy.ppo_loss(new, old, a, mask, dual_clip=None, **settings)
-    assert loss.item() == pytest.approx((-1.28 + 0.8) / 2) and told["clip_fraction"] == 1
+    loss, metrics = policy.ppo_loss(new, old, a, mask, dual_clip=None, **settings)
+    assert loss.item() == pytest.approx((-1.28 + 0.8) / 2) and metrics["clip_fraction"] == 1
     # of the other signs nothing is clipped, until the dual clip bounds the ratio of 2 by 1.5
-    loss, told = policy.ppo_loss(new, old, -a, mask, dual_clip=None, **settings)
-    assert loss.item() == pytest.approx((2 - 0.5) / 2) and told["clip_fraction"] == 0
-    loss, told = policy.ppo_loss(new, old, -a, mask, dual_clip=1.5, **settings)
-    assert loss.item() == pytest.approx((1.5 - 0.5) / 2) and told["dual_clip_fraction"] == 0.5
+    loss, metrics = policy.ppo_loss(new, old, -a, mask, dual_clip=None, **settings)
+    assert loss.item() == pytest.approx((2 - 0.5) / 2) and metrics["clip_fraction"] == 0
+    loss, metrics = policy.ppo_loss(new, old, -a, mask, dual_clip=1.5, **settings)
+    assert loss.item() == pytest.approx((1.5 - 0.5) / 2) and metrics["dual_clip_fraction"] == 0.5
 
 
 MAX_LENGTH, BETA = 11, 0.3
@@ -149,11 +156,11 @@ def of_group(kind: str, level: str, advantages: Tensor, rows: int) -> float:
 def test_group(kind, level, advantages, empty, rows):
     settings = dict(**CLIPPED, beta=BETA, level=level, max_length=MAX_LENGTH, kind=kind)
     settings |= dict(empty=empty)
-    loss, told = policy.grpo_loss(NEW, OLD, REFERENCE, advantages, MASK, **settings)
+    loss, metrics = policy.grpo_loss(NEW, OLD, REFERENCE, advantages, MASK, **settings)
     assert loss.item() == pytest.approx(of_group(kind, level, advantages, rows), rel=1e-13)
     away = [(NEW[i, t] - REFERENCE[i, t]).item() for i, t in sum(places(), [])]
-    assert told["reference_kl"].item() == pytest.approx(fmean(map(k3, away)))
-    assert told["clip_fraction"] > 0 and not any(each.requires_grad for each in told.values())
+    assert metrics["reference_kl"].item() == pytest.approx(fmean(map(k3, away)))
+    assert metrics["clip_fraction"] > 0 and not any(each.requires_grad for each in metrics.values())
     token_gspo = kind == "gspo" and level == "token" and advantages.ndim == 2
     if kind != "cispo" and not token_gspo:
         gradients(
@@ -194,7 +201,7 @@ def test_group_kinds_by_hand():
 
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_value(clip):
-    returns = drawn(4)
+    returns = random_tensor(4)
 
     def loss(i: int, t: int) -> float:
         v, old, r = (x[i, t].item() for x in (NEW, OLD, returns))
@@ -203,11 +210,11 @@ def test_value(clip):
             squares += [(old + min(max(v - old, -clip), clip) - r) ** 2]
         return max(squares) / 2
 
-    found, told = policy.value_loss(NEW, OLD, returns, MASK, clip=clip)
+    found, metrics = policy.value_loss(NEW, OLD, returns, MASK, clip=clip)
     assert found.item() == pytest.approx(of_mask(loss, "token-mean", 0), rel=1e-13)
-    assert (told["clip_fraction"] > 0) == (clip is not None)
+    assert (metrics["clip_fraction"] > 0) == (clip is not None)
     free = of_mask(lambda i, t: (NEW[i, t] - returns[i, t]).item() ** 2, "token-mean", 0)
-    assert told["squared_error"].item() == pytest.approx(free)
+    assert metrics["squared_error"].item() == pytest.approx(free)
     gradients(lambda new: policy.value_loss(new, OLD, returns, MASK, clip=clip), NEW)
 
 
@@ -266,7 +273,7 @@ def discounted(rewards: Tensor, values: Tensor, gamma: float, lam: float) -> Ten
 
 @pytest.mark.parametrize("gamma, lam", [(1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.9, 0.0)])
 def test_gae(gamma, lam):
-    rewards, values = drawn(5), drawn(6)
+    rewards, values = random_tensor(5), random_tensor(6)
     found, returns = advantage.gae(rewards, values, MASK, gamma=gamma, lam=lam)
     want = discounted(rewards, values, gamma, lam)
     torch.testing.assert_close(found, want, rtol=1e-12, atol=1e-14)
@@ -351,7 +358,7 @@ def test_leave_one_out():
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_reinforce(gamma):
     """Rewards from each token on, at mean 0 and variance 1 over all tokens."""
-    rewards = drawn(5)
+    rewards = random_tensor(5)
     returns = {
         (i, t): sum(gamma**n * float(rewards[i, u]) for n, (_, u) in enumerate(row[place:]))
         for i, row in enumerate(places())
@@ -420,7 +427,7 @@ def test_dpo(kind, smoothing, alpha):
     settings = dict(beta=0.4, kind=kind, label_smoothing=smoothing, lengths=LENGTHS)
     settings["rpo_alpha"] = alpha
     given = [t.clone().requires_grad_() for t in (CHOSEN, REJECTED)]
-    loss, told = preference.dpo(*given, FIRST, SECOND, **settings)
+    loss, metrics = preference.dpo(*given, FIRST, SECOND, **settings)
     c, r = (CHOSEN - FIRST).tolist(), (REJECTED - SECOND).tolist()
     lengths = zip(*(each.tolist() for each in LENGTHS), strict=True)
     want = [of_pair(kind, *pair, n, 0.4, smoothing) for *pair, n in zip(c, r, lengths, strict=True)]
@@ -430,10 +437,10 @@ def test_dpo(kind, smoothing, alpha):
     assert torch.autograd.gradcheck(
         lambda a, b: preference.dpo(a, b, FIRST, SECOND, **settings)[0], given
     )
-    assert told["accuracy"] == fmean(a > b for a, b in zip(c, r, strict=True))
-    assert told["margin"].item() == pytest.approx(0.4 * (fmean(c) - fmean(r)))
-    assert told["chosen"].item() == pytest.approx(0.4 * fmean(c))
-    assert not any(each.requires_grad for each in told.values())
+    assert metrics["accuracy"] == fmean(a > b for a, b in zip(c, r, strict=True))
+    assert metrics["margin"].item() == pytest.approx(0.4 * (fmean(c) - fmean(r)))
+    assert metrics["chosen"].item() == pytest.approx(0.4 * fmean(c))
+    assert not any(each.requires_grad for each in metrics.values())
 
 
 def test_dpo_by_hand():
@@ -443,8 +450,8 @@ def test_dpo_by_hand():
     for kind, want in same.items():
         for n in (one, 7 * one):
             settings = dict(beta=0.1, kind=kind, lengths=(n, n))
-            loss, told = preference.dpo(one, one, one, one, **settings)
-            assert loss.item() == pytest.approx(want) and told["accuracy"] == 0
+            loss, metrics = preference.dpo(one, one, one, one, **settings)
+            assert loss.item() == pytest.approx(want) and metrics["accuracy"] == 0
     for kind in ("sigmoid", "hinge", "apo-zero", "robust"):
         assert preference.dpo(far, -far, one, one, beta=0.1, kind=kind)[0] == 0
         assert torch.isfinite(preference.dpo(-far, far, one, one, beta=0.1, kind=kind)[0])
@@ -454,7 +461,7 @@ def test_dpo_by_hand():
 @pytest.mark.parametrize("center", [None, 0.01])
 def test_pairwise(margin, center):
     given = [t.clone().requires_grad_() for t in (CHOSEN, REJECTED)]
-    loss, told = reward.pairwise(*given, margin=margin, center=center)
+    loss, metrics = reward.pairwise(*given, margin=margin, center=center)
     by = [margin or 0.0] * 5 if not isinstance(margin, Tensor) else margin.tolist()
     want = [
         -math.log(sigmoid(c - r - m)) + (center or 0) * (c + r) ** 2
@@ -464,8 +471,8 @@ def test_pairwise(margin, center):
     assert torch.autograd.gradcheck(
         lambda a, b: reward.pairwise(a, b, margin=margin, center=center)[0], given
     )
-    assert told["accuracy"] == (CHOSEN > REJECTED).double().mean()
-    assert told["margin"].item() == pytest.approx((CHOSEN - REJECTED).mean().item())
+    assert metrics["accuracy"] == (CHOSEN > REJECTED).double().mean()
+    assert metrics["margin"].item() == pytest.approx((CHOSEN - REJECTED).mean().item())
 
 
 def test_rows_without_a_token_are_no_numbers_away():
@@ -481,8 +488,8 @@ def test_rows_without_a_token_are_no_numbers_away():
         for kind in policy.Kind.__args__
         for empty in ("counted", "left-out")
     ]
-    for loss, told in found:
-        assert loss == 0 and not any(told.values())
+    for loss, reported in found:
+        assert loss == 0 and not any(reported.values())
         assert not torch.autograd.grad(loss, new)[0].any()
     assert not any(t.any() for t in advantage.gae(a, a, none, gamma=1.0, lam=0.95))
     assert not advantage.token_rewards(OF_ROWS, a, a, none, kl="k1", kl_coef=1.0, clip=5.0).any()

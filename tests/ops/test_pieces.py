@@ -111,15 +111,15 @@ def fused_backward(monkeypatch):
     """torch has the fused backward for GPUs alone; its definition runs anywhere. What was asked of
     it is noted.
     """
-    op, asked = torch.ops.aten._fused_rms_norm_backward, []
+    op, requested = torch.ops.aten._fused_rms_norm_backward, []
     definition = torch._decomp.decomposition_table[op.default]
 
     def called(*args):
-        asked.append([a.dtype for a in args if isinstance(a, torch.Tensor)])
+        requested.append([a.dtype for a in args if isinstance(a, torch.Tensor)])
         return definition(*args)
 
     monkeypatch.setattr(compute, "rms_norm_backward", called)
-    return asked
+    return requested
 
 
 @pytest.mark.parametrize(

@@ -94,9 +94,11 @@ def test_a_document_in_a_batch_is_as_if_alone(name):
     model, streams = decoder(name), 2 if name == "two streams" else 1
     windows = torch.randint(71, (1, 25), generator=torch.Generator().manual_seed(0)).numpy()
     alone = Batch.from_windows(windows[:, 9:]).add_positions(streams)
-    begun = Batch.from_windows(windows)
+    started = Batch.from_windows(windows)
     starts = torch.tensor([[0] * 9 + [9] * 15])
-    packed = Batch(begun.tokens, begun.labels, Documents.from_starts(starts)).add_positions(streams)
+    packed = Batch(started.tokens, started.labels, Documents.from_starts(starts)).add_positions(
+        streams
+    )
     got, want = (
         model(b.tokens, compute_logits, documents=b.documents, positions=b.positions)
         for b in (packed, alone)

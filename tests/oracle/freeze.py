@@ -137,8 +137,8 @@ def _changes(now: dict, before: dict | None) -> str:
     inputs = "" if now["inputs"] == before["inputs"] else "other inputs; "
     off = {key: difference(now[key], before.get(key, [])) for key in now if key != "inputs"}
     off = {key: value for key, value in off.items() if value}
-    told = ", ".join(f"{key} {value:.1e}" for key, value in off.items())
-    return inputs + (told or "the same")
+    reported = ", ".join(f"{key} {value:.1e}" for key, value in off.items())
+    return inputs + (reported or "the same")
 
 
 if __name__ == "__main__":

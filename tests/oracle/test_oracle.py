@@ -209,10 +209,10 @@ def differences(
     off["biases"] = np.abs(biases - want["biases"]).max(initial=0.0), norm * row.job.bias_rate
     for name, true in oracle.weights.items() if row.at_rest else ():
         far = true - weights[name]
-        off[f"weight {name}"] = apart(got.weights[name], true, far), moved
+        off[f"weight {name}"] = distance(got.weights[name], true, far), moved
         for kind in ("first", "second"):
             true = vars(oracle)[kind][name]
-            off[f"{kind} {name}"] = apart(vars(got)[kind][name], true, true), moment
+            off[f"{kind} {name}"] = distance(vars(got)[kind][name], true, true), moment
     return {key: (value, most) for key, (value, most) in off.items() if not value <= most}
 
 
@@ -224,7 +224,7 @@ def share_of_a_token(row: Row, want: dict) -> float:
     return experts / (model.get("num_experts_per_tok", 1) * want["tokens"][0])
 
 
-def apart(got: Tensor, true: Tensor, unit: Tensor) -> float:
+def distance(got: Tensor, true: Tensor, unit: Tensor) -> float:
     """Largest difference where `true` is finite, in units of `unit`'s largest finite element;
     infinite unless NaN and the infinities of each sign are in the same places.
     """
@@ -261,14 +261,14 @@ def hold_the_rest(row: Row, dtype: str, got: Result, out: Path, made: Material) 
 def test_what_is_not_finite_is_apart(bad):
     """From what is finite, and from what is not finite otherwise; in one place it is equal."""
     true = torch.tensor([1.0, 2.0, math.inf])
-    assert apart(true, true, true) == 0.0
-    assert apart(true + torch.tensor([0.5, 0.0, 0.0]), true, true) == 0.25
+    assert distance(true, true, true) == 0.0
+    assert distance(true + torch.tensor([0.5, 0.0, 0.0]), true, true) == 0.25
     for place in (0, 1, 2):
         got = true.clone()
         got[place] = bad
         same = bad == math.inf and place == 2
-        assert apart(got, true, true) == apart(true, got, got) == (0.0 if same else math.inf)
-        assert apart(got, got, got) == 0.0
+        assert distance(got, true, true) == distance(true, got, got) == (0.0 if same else math.inf)
+        assert distance(got, got, got) == 0.0
 
 
 @pytest.mark.parametrize("name", ["no-clip", "clip-not-reached", "auxiliary-accumulation"])

@@ -138,7 +138,7 @@ def stored(model: torch.nn.Module, kind: str) -> dict[str, tuple[Tensor, Any]]:
 
 
 def initial(
-    job: Job, special: dict[int, float] | None = None, alike: bool = False
+    job: Job, special: dict[int, float] | None = None, equal: bool = False
 ) -> dict[str, Tensor]:
     """Initial weights, fp32, by a formula that no version of a library changes: numpy's frozen
     RandomState, seeded by the name. Norms lie about 1, biases about 0, a router is decided.
@@ -151,7 +151,7 @@ def initial(
         noise = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(tuple(shape))
         if decays(name):
             value = noise * (0.6 if name.endswith("gate.weight") else 0.15)
-            if alike and name.endswith("gate.weight"):
+            if equal and name.endswith("gate.weight"):
                 value = 0.75 + noise * 2**-12
         else:
             value = noise * 0.1 + (not name.endswith("bias"))

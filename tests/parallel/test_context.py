@@ -107,8 +107,10 @@ def starts() -> torch.Tensor:
 
 def reach() -> torch.Tensor:
     """Prefixes of all, of a part that ends on another rank or here, of a token, and of none."""
-    at, begun = torch.arange(LENGTH), starts()
-    ends = torch.stack((at * 0 + 71, begun[1] + torch.where(begun[1] < 42, 30, 33), begun[2] + 1))
+    at, started = torch.arange(LENGTH), starts()
+    ends = torch.stack(
+        (at * 0 + 71, started[1] + torch.where(started[1] < 42, 30, 33), started[2] + 1)
+    )
     ends[1, :41], ends[1, 41:42] = 30, 41
     return ends
 

@@ -113,7 +113,7 @@ def cut(inputs: int, sequence: bool) -> dict[str, bool | str]:
         found[f"{size}"] = torch.equal(got, want)
         # by the scales of its own part: the control
         found[f"{size} own scales"] = torch.equal(
-            got, tensor.local_tokens(apart(x, weight, own), tp)
+            got, tensor.local_tokens(product_of_part(x, weight, own), tp)
         )
     return found
 
@@ -122,7 +122,7 @@ def one_linear(weight: torch.Tensor, bias: torch.Tensor, axis) -> Linear:
     return Linear(weight, bias, prepacked=prepack(weight, "int8", axis))
 
 
-def apart(x: torch.Tensor, weight: torch.Tensor, own: slice) -> torch.Tensor:
+def product_of_part(x: torch.Tensor, weight: torch.Tensor, own: slice) -> torch.Tensor:
     """The product of one part of the inputs."""
     return IntegerLinear(weight[:, own])(x[:, own], None)
 

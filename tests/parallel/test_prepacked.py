@@ -244,18 +244,18 @@ def test_nothing_is_kept_of_what_has_changed(changed):
     """Where what a rank multiplies by are copies, as of a part that tp does not divide."""
     part = ParameterModule(LEAVES, local_rows=torch.clone)
 
-    def asked() -> Linear:
+    def requested() -> Linear:
         with torch.no_grad():
             part.prepack("stated")
             made = part.linear()
             part.disable_prepack(keep=True)
             return made
 
-    first = asked()
-    assert asked() is first
+    first = requested()
+    assert requested() is first
     with torch.no_grad():
         part.get_parameter(changed).fill_(1)
-    assert asked() is not first
+    assert requested() is not first
 
 
 def test_what_was_laid_out_is_kept_of_a_model_that_is_not_trained(model):

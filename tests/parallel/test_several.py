@@ -25,14 +25,18 @@ NAMES, COUNTS = ("b", None, "a", "b", "elsewhere"), (1, 2, 3, 2, 1)
 CPU = torch.device("cpu")
 
 
-def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+def random_tensor(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 4
 
 
 PAIRS = {
-    "a": Pair(drawn(3, IN, seed=1), drawn(OUT, 3, seed=2)),
-    "b": Pair(drawn(7, IN, seed=3), drawn(OUT, 7, seed=4), drawn(OUT, seed=5).exp()),
-    "nobody's": Pair(torch.full((2, IN), torch.nan), drawn(OUT, 2)),
+    "a": Pair(random_tensor(3, IN, seed=1), random_tensor(OUT, 3, seed=2)),
+    "b": Pair(
+        random_tensor(7, IN, seed=3),
+        random_tensor(OUT, 7, seed=4),
+        random_tensor(OUT, seed=5).exp(),
+    ),
+    "nobody's": Pair(torch.full((2, IN), torch.nan), random_tensor(OUT, 2)),
 }
 
 
@@ -52,7 +56,11 @@ def by_formula(product: torch.Tensor, bias: torch.Tensor, x: torch.Tensor) -> to
 @pytest.mark.parametrize("kind", [None, OneDnn, Int8Rows, IntegerLinear, FusedPart])
 def test_each_token_has_its_own(kind):
     """Beside a weight as it lies, laid out, and in eight bits, whose own rounding is left as is."""
-    weight, bias, x = drawn(OUT, IN, seed=6), drawn(OUT, seed=7), drawn(sum(COUNTS), IN, seed=8)
+    weight, bias, x = (
+        random_tensor(OUT, IN, seed=6),
+        random_tensor(OUT, seed=7),
+        random_tensor(sum(COUNTS), IN, seed=8),
+    )
     if kind is FusedPart:
         laid, other = inference_linear.prepack_together([weight, weight], "stated")
     else:
@@ -73,7 +81,7 @@ def test_all_tokens_may_have_the_same(name):
     """Then none is gathered."""
     (only,) = inference_linear.segments([name, name], [2, 3], CPU)
     assert only == (name, None)
-    y, x = drawn(5, OUT, seed=1), drawn(5, IN, seed=2)
+    y, x = random_tensor(5, OUT, seed=1), random_tensor(5, IN, seed=2)
     index = torch.arange(5)
     with torch.no_grad():
         whole = MultiLora(PAIRS, AdapterAssignment([only])).add_to(y.clone(), x)

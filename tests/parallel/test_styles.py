@@ -28,9 +28,9 @@ def trained(name: str, mesh: Mesh, zero: int, folder: str | None = None) -> dict
     """Whole gradients of the first step, norms, and weights after the last; between them the
     module is saved and read into another, where a folder is given.
     """
-    make, plan, drawn = MODELS[name]
+    make, plan, sampled = MODELS[name]
     torch.manual_seed(0)
-    module, given = make().double(), drawn()
+    module, given = make().double(), sampled()
     given = given.double() if given.is_floating_point() else given
     module = dolmen.parallelize(module, plan, mesh, zero=zero)
     optimizer = modules.adamw(module, OptimizerConfig(lr=1e-2))
@@ -133,7 +133,7 @@ def test_what_is_forgotten_is_seen(row, result):
 
 
 @pytest.mark.parametrize(
-    "plan, told",
+    "plan, message",
     [
         ({"net3": "columns"}, "no part net3: did you mean net"),
         ({"net1": "column"}, "net1 is 'column': use one of columns"),
@@ -141,8 +141,8 @@ def test_what_is_forgotten_is_seen(row, result):
         ({"": "rows"}, "the module has no part"),
     ],
 )
-def test_what_is_refused(plan, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_is_refused(plan, message):
+    with pytest.raises(ValueError, match=message):
         dolmen.parallelize(Toy(), plan, SINGLE)
 
 

@@ -65,7 +65,7 @@ def brute(problem: ScheduleProblem) -> float:
     return min(spans())
 
 
-def drawn(chance: random.Random, stages: int) -> tuple[Cost, ...]:
+def random_costs(chance: random.Random, stages: int) -> tuple[Cost, ...]:
     def one() -> Cost:
         forward, backward, input_, weight = chance.choices((1.0, 1.5, 2.0, 3.0), k=4)
         return Cost(forward, backward, input_, weight, chance.choice((0.0, 0.5, 1.0)))
@@ -91,7 +91,7 @@ def test_nothing_is_shorter(ranks, micros, chunks, placement, splits, memory):
     """The proof ends at what trying all lists finds, from no schedule at all."""
     chance = random.Random(f"{ranks}{micros}{chunks}{placement}{splits}")
     for _ in range(2):
-        costs = drawn(chance, ranks * chunks)
+        costs = random_costs(chance, ranks * chunks)
         problem = ScheduleProblem(ranks, micros, chunks, placement, splits, costs, memory)
         proof, want = schedule_search.Search(problem, float("inf")), brute(problem)
         proof.run()
@@ -106,7 +106,7 @@ def test_an_early_forward_may_take_the_place_of_another():
     """
     chance, shorter = random.Random(0), 0
     for _ in range(40):
-        problem = ScheduleProblem(2, 3, 2, "v", False, drawn(chance, 4), 1.5)
+        problem = ScheduleProblem(2, 3, 2, "v", False, random_costs(chance, 4), 1.5)
         eager = Eager(problem, float("inf"))
         proof = schedule_search.Search(problem, float("inf"))
         eager.run()
@@ -166,7 +166,7 @@ def test_lists_by_preference_never_lock():
     """Whatever is preferred, and however little memory there is."""
     for chunks, memory in ((1, 1), (2, 1), (2, 1.5), (3, 1), (3, 4 / 3), (3, 2), (4, 1.25)):
         for placement in ("loop", "v")[: 1 + (chunks == 2)]:
-            costs = drawn(random.Random(chunks), 3 * chunks)
+            costs = random_costs(random.Random(chunks), 3 * chunks)
             problem = ScheduleProblem(3, 7, chunks, placement, True, costs, memory)
             chance = random.Random(0)
             for _ in range(40):

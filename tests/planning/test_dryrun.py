@@ -159,12 +159,12 @@ def resized(mode: Real):
     """FSDP frees what it has gathered by `resize_`, of which no operator tells."""
     resize = torch.UntypedStorage.resize_
 
-    def told(storage, size):
+    def reported(storage, size):
         resize(storage, size)
         if storage._cdata in mode.known:
             mode.look(storage)
 
-    torch.UntypedStorage.resize_ = told
+    torch.UntypedStorage.resize_ = reported
     try:
         yield
     finally:

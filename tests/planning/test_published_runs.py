@@ -216,8 +216,8 @@ def test_the_interval_spans_the_choices_for_an_empty_cell(empty):
     ],
 )
 def test_what_is_taken_for_something_else_is_told(cells, words):
-    told = predicted(**cells).warnings
-    assert any(words in warning for warning in told), told
+    reported = predicted(**cells).warnings
+    assert any(words in warning for warning in reported), reported
     assert not predicted(interconnect="NVLink; 200 Gb/s per GPU RoCE").warnings
 
 

@@ -25,8 +25,8 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 
 
 def question(name: str, cluster: str, pins: Pins | None = None, **step) -> Question:
-    asked = PlanConfig(cluster=cluster, layout=pins or Pins(), train=StepConfig(**step))
-    return Question.from_request(PlanRequest(name, RECIPES[name](), asked))
+    config = PlanConfig(cluster=cluster, layout=pins or Pins(), train=StepConfig(**step))
+    return Question.from_request(PlanRequest(name, RECIPES[name](), config))
 
 
 def test_the_answer_is_the_fastest_of_what_fits():
@@ -34,17 +34,17 @@ def test_the_answer_is_the_fastest_of_what_fits():
     ZeRO.
     """
     pins = Pins(tp=8, zero=1, recompute="full")
-    asked = question("gpt-39b", "dgx-a100:2", pins, global_batch_size=64, compile=False)
-    found = search.make_plan(asked, PlanConfig(top=5, dryrun=False))
-    every = list(asked.space().choices())
-    fitting = [choice for choice in every if asked.fits(choice)]
+    question_ = question("gpt-39b", "dgx-a100:2", pins, global_batch_size=64, compile=False)
+    found = search.make_plan(question_, PlanConfig(top=5, dryrun=False))
+    every = list(question_.space().choices())
+    fitting = [choice for choice in every if question_.fits(choice)]
     assert (found.considered, found.fitting) == (len(every), len(fitting))
     assert found.fitting < found.considered
-    best = min(asked.pricing.full(choice).estimate.seconds for choice in fitting)
+    best = min(question_.pricing.full(choice).estimate.seconds for choice in fitting)
     seconds = [one.estimate.seconds for one in found.ranked]
     assert seconds == sorted(seconds) and seconds[0] <= 1.01 * best
     for one in found.ranked:
-        assert one.fullest <= asked.cluster.device.memory
+        assert one.fullest <= question_.cluster.device.memory
         assert one.estimate.low < one.estimate.seconds < one.estimate.high
         assert sum(one.estimate.parts.values()) == pytest.approx(one.estimate.seconds)
         assert 0 < one.mfu < one.hfu <= 1  # all is computed again
@@ -54,22 +54,22 @@ def test_the_answer_is_the_fastest_of_what_fits():
 def test_keys_are_not_gathered_where_a_ring_is_as_fast():
     """What a rank holds is counted as of a ring, which never has the keys of a whole sequence."""
     pins = Pins(tp=1, cp=8, pp=1, zero=3, recompute="full")
-    asked = question("llama-8b", "hgx-h100:1", pins, sequence_length=32768, global_batch_size=8)
-    found = search.search_layouts(asked)
+    question_ = question("llama-8b", "hgx-h100:1", pins, sequence_length=32768, global_batch_size=8)
+    found = search.search_layouts(question_)
     assert {choice.context for choice in found.best} == {"ring"}
-    assert {choice.context for choice in asked.space().choices()} == {"ring", "gather"}
+    assert {choice.context for choice in question_.space().choices()} == {"ring", "gather"}
 
 
 def test_changes_are_of_one_thing_and_say_what_they_lack():
-    asked = question("gpt3-175b", "dgx-a100:16", global_batch_size=128)
-    (plain,) = search.make_plan(asked, PlanConfig(top=1, dryrun=False)).ranked
-    (best,) = search.make_plan(asked, PlanConfig(top=1, dryrun=False, explain=True)).ranked
+    question_ = question("gpt3-175b", "dgx-a100:16", global_batch_size=128)
+    (plain,) = search.make_plan(question_, PlanConfig(top=1, dryrun=False)).ranked
+    (best,) = search.make_plan(question_, PlanConfig(top=1, dryrun=False, explain=True)).ranked
     assert not plain.changes and plain == replace(best, changes=())
-    told = {change.words: change for change in best.changes}
-    assert any(not change.fits for change in told.values())
-    memory = asked.cluster.device.memory
-    assert all(change.fits == (change.held <= memory) for change in told.values())
-    names = {word for change in told for word in change.split() if not word.isdigit()}
+    reported = {change.words: change for change in best.changes}
+    assert any(not change.fits for change in reported.values())
+    memory = question_.cluster.device.memory
+    assert all(change.fits == (change.held <= memory) for change in reported.values())
+    names = {word for change in reported for word in change.split() if not word.isdigit()}
     assert names & {"tp", "pp"} and "dp" not in names
 
 
@@ -87,11 +87,11 @@ def test_what_does_not_fit_is_told_with_what_does():
 
 def test_a_million_layouts_are_no_more_work_than_their_kinds(monkeypatch):
     """The rows of a block are made once for all layouts that give it the same sizes."""
-    asked = question("gpt-1t", "dgx-a100:384", Pins(tp=8))
+    question_ = question("gpt-1t", "dgx-a100:384", Pins(tp=8))
     made = []
     real = pricing.block_rows
     monkeypatch.setattr(pricing, "block_rows", lambda *a: made.append(a) or real(*a))
-    found = search.search_layouts(asked)
+    found = search.search_layouts(question_)
     assert found.considered > 10_000 and len(made) < 200
 
 
@@ -100,16 +100,16 @@ def test_a_change_takes_what_its_own_plan_says():
     is off by a third.
     """
     pins = Pins(tp=2, pp=4, zero=1, schedule="interleaved", virtual_stages=6)
-    asked = question("gpt-7.5b", "dgx-a100:2", pins, global_batch_size=32, microbatch_size=2)
-    (best,) = search.make_plan(asked, PlanConfig(top=1, dryrun=False, explain=True)).ranked
-    told = {change.words: change for change in best.changes}
+    question_ = question("gpt-7.5b", "dgx-a100:2", pins, global_batch_size=32, microbatch_size=2)
+    (best,) = search.make_plan(question_, PlanConfig(top=1, dryrun=False, explain=True)).ranked
+    reported = {change.words: change for change in best.changes}
     for words, pin in (
         ("virtual-stages 5", dict(virtual_stages=5, recompute="none")),
         ("recompute full", dict(recompute="full")),
     ):
-        other = replace(asked, pins=replace(pins, **pin))
+        other = replace(question_, pins=replace(pins, **pin))
         (alone,) = search.make_plan(other, PlanConfig(top=1, dryrun=False)).ranked
-        change = told[words]
+        change = reported[words]
         assert change.seconds == pytest.approx(alone.estimate.seconds)
         assert change.held == alone.fullest
 
@@ -145,14 +145,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_bad_input_is_one_line_and_exit_2(words):
-    told = dolmen("plan", *words.split())
-    assert told.code == 2 and not told.out
-    assert REFUSED[words] in told.err and told.err.count("\n") == 1, told.err
+    result = dolmen("plan", *words.split())
+    assert result.code == 2 and not result.out
+    assert REFUSED[words] in result.err and result.err.count("\n") == 1, result.err
 
 
 def test_a_folder_is_refused_by_what_it_lacks(tmp_path):
-    told = dolmen("plan", tmp_path, "--cluster", "dgx-a100")
-    assert told.code == 2 and "has neither a config.json nor a config.yaml" in told.err
+    result = dolmen("plan", tmp_path, "--cluster", "dgx-a100")
+    assert result.code == 2 and "has neither a config.json nor a config.yaml" in result.err
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     found = package.plan(
         str(tmp_path), "hgx-h100:2", train={"global_batch_size": 32}, top=1, dryrun=False
@@ -172,10 +172,10 @@ def test_a_plan_of_exact_numerics_warns(tmp_path):
 def test_a_batch_and_a_length_that_nobody_says_are_told(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     words = "--cluster", "hgx-h100:1", "--no-dryrun", "--layout.tp", 8, "--layout.recompute", "full"
-    told = dolmen("plan", tmp_path, *words)
+    result = dolmen("plan", tmp_path, *words)
     knobs = "--train.global-batch-size and --train.sequence-length"
     said = f"(a default; set {knobs})"
-    assert "8 sequences of 512 = " in told.out and said in " ".join(told.out.split())
+    assert "8 sequences of 512 = " in result.out and said in " ".join(result.out.split())
     given = knobs.replace(" and", " 8").split()
     assert "default" not in dolmen("plan", tmp_path, *words, *given, 512).out
     assert "default" not in dolmen("plan", "gpt-1.7b", *words).out
@@ -200,10 +200,10 @@ def test_the_verb_and_the_function_say_the_same(tmp_path):
 
 
 def test_a_page_is_written_beside_the_table(tmp_path):
-    told = dolmen(
+    result = dolmen(
         "plan", *"gpt-1.7b --cluster dgx-a100:2 --no-dryrun --report".split(), tmp_path / "page"
     )
-    assert told.code == 0 and f"wrote {tmp_path / 'page/index.html'}" in told.out
+    assert result.code == 0 and f"wrote {tmp_path / 'page/index.html'}" in result.out
     assert "gpt-1.7b" in (tmp_path / "page/index.html").read_text()
 
 
@@ -244,25 +244,25 @@ def test_a_terminal_is_told_what_bounds_and_what_it_costs(monkeypatch):
         "gpt-7.5b --cluster dgx-a100:4 --explain --top 3 --tokens 1e11 --rent 2 --node-price 2e5 "
         "--no-dryrun"
     )
-    told = dolmen("plan", *words.split())
-    lines = told.out.splitlines()
+    result = dolmen("plan", *words.split())
+    lines = result.out.splitlines()
     table = lines[: next(i for i, line in enumerate(lines) if line.startswith("GiB:"))]
-    assert told.code == 0 and all(len(line) <= 100 for line in table)
-    assert "MFU: floating-point operations of the model" in told.out
+    assert result.code == 0 and all(len(line) <= 100 for line in table)
+    assert "MFU: floating-point operations of the model" in result.out
     command = next(line for line in lines if line.startswith("Exact memory: dolmen dryrun "))
-    asked = read("dryrun", command.split()[4:])
-    assert asked.run.layout.world == 32 and asked.options.device == "a100"
-    assert "100 B tokens" in told.out and "rented: " in told.out and "owned: " in told.out
-    assert told.out.count("bound by ") == 3 and "more time" in told.out
+    requested = read("dryrun", command.split()[4:])
+    assert requested.run.layout.world == 32 and requested.options.device == "a100"
+    assert "100 B tokens" in result.out and "rented: " in result.out and "owned: " in result.out
+    assert result.out.count("bound by ") == 3 and "more time" in result.out
 
 
 def test_layouts_within_the_interval_of_the_fastest_are_one_group():
     """Each group is measured from its own first layout, so that no chain of ties grows long."""
     found = plans.plan()
     assert found.ties == (1, 1, 1, 1, 2, 2, 2, 2)  # 98 s, to 110.7, in steps of 3.27 s
-    told = StringIO()
-    Console(file=told, width=120).print(answer.table(found))
-    letters = [line.split()[1] for line in told.getvalue().splitlines() if line[:1].isdigit()]
+    reported = StringIO()
+    Console(file=reported, width=120).print(answer.table(found))
+    letters = [line.split()[1] for line in reported.getvalue().splitlines() if line[:1].isdigit()]
     assert letters == list("AAAABBBB")
     assert [one["tie"] for one in answer.plan_dict(found)["ranked"]] == list(found.ties)
 
@@ -301,8 +301,8 @@ def test_a_recipe_has_what_was_given_and_says_what_it_lacks(tmp_path):
     assert yaml.safe_load(made.read_text())["train"]["tokens"] is None
     (folder / "tokenizer.json").write_text("{}")
     made.unlink()
-    told = dolmen("plan", folder, *words, "--tokens", "1e9")
-    assert told.out.endswith(f": dolmen train {made} --data.path TEXT\n")
+    result = dolmen("plan", folder, *words, "--tokens", "1e9")
+    assert result.out.endswith(f": dolmen train {made} --data.path TEXT\n")
     run = yaml.safe_load(made.read_text())
     assert run["data"]["tokenizer"] == str(folder) and run["train"]["tokens"] == 1e9
     assert run["train"]["global_batch_size"] == 16 and run["train"]["steps"] is None
@@ -317,8 +317,8 @@ def test_a_plan_is_a_run_that_trains(material, tmp_path, forked_ranks):
     run.write_text(yaml.safe_dump(material.options(), sort_keys=False))
     made = tmp_path / "made.yaml"
     words = ("--layout.tp", 2, "--train.dtype", "float32", "--no-dryrun", "--as-recipe", made)
-    told = dolmen("plan", run, "--cluster", cluster, *words)
-    assert told.code == 0 and f"wrote {made}: dolmen train {made}" in told.out
+    result = dolmen("plan", run, "--cluster", cluster, *words)
+    assert result.code == 0 and f"wrote {made}: dolmen train {made}" in result.out
     layout = yaml.safe_load(made.read_text())["layout"]
     assert (layout["tp"], layout["dp"]) == (2, 1)
     trained = dolmen("train", made, "--out", tmp_path / "out", "--nproc", 2, "--train.steps", 2)
@@ -341,5 +341,5 @@ def test_inference_is_weights_and_cache():
     assert rows[8].seconds > read and rows[8].bound == "memory"
     many = package.plan_inference("llama-70b", "hgx-h100:1", batch=4096, length=128, tp=8)
     assert many.rows[0].bound == "compute"
-    told = dolmen("plan", "llama-70b", "--cluster", "hgx-h100:1", "--inference", "--batch", 4)
-    assert told.code == 0 and "ms/token" in told.out
+    result = dolmen("plan", "llama-70b", "--cluster", "hgx-h100:1", "--inference", "--batch", 4)
+    assert result.code == 0 and "ms/token" in result.out

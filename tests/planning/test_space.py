@@ -102,7 +102,7 @@ def test_what_is_pinned_is_so_and_nothing_else_changes():
 
 
 @pytest.mark.parametrize(
-    "space, told",
+    "space, message",
     [
         (
             Space(DENSE, 12, 7, 8, pins=Pins(tp=2, pp=1)),
@@ -120,11 +120,11 @@ def test_what_is_pinned_is_so_and_nothing_else_changes():
         ),
     ],
 )
-def test_what_no_layout_can_do_is_told_with_the_knob(space, told):
+def test_what_no_layout_can_do_is_told_with_the_knob(space, message):
     assert not list(space.choices())
     with pytest.raises(ValueError, match="^[^\n]*$") as refusal:
         space.refuse()
-    assert told in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize("name", ("gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"))
@@ -151,8 +151,8 @@ def test_the_fullest_rank_is_the_fullest_of_all(name):
     # of few microbatches those of zero-bubble-v lie on the last ranks
     short = [c for c in every if 256 // c.dp // c.microbatch_size < c.pp]
     few = [c for c in short if c.schedule == "zero-bubble-v"]
-    drawn = random.Random(0)
-    for choice in [*drawn.sample(every, 300), *drawn.sample(few, 50)]:
+    generator = random.Random(0)
+    for choice in [*generator.sample(every, 300), *generator.sample(few, 50)]:
         every = capacity.stages(choice, 256)
         most = max(one.total for one in every)
         assert capacity.fullest(choice, 256) == pytest.approx(most, abs=len(every))

@@ -29,12 +29,12 @@ ASKED = PlanConfig(
 )
 
 
-def question(asked: PlanConfig = ASKED) -> Question:
+def question(requested: PlanConfig = ASKED) -> Question:
     run = RECIPES["gpt-1.7b"]()
     model = replace_fields(
         run.known_model, {"n_layer": 4, "n_embd": 64, "n_head": 4, "vocab_size": 512}
     )
-    return Question.from_request(PlanRequest("small", replace(run, model=model), asked))
+    return Question.from_request(PlanRequest("small", replace(run, model=model), requested))
 
 
 @pytest.fixture
@@ -42,16 +42,16 @@ def home(tmp_path, monkeypatch):
     monkeypatch.setattr(winner, "measured_at", lambda: tmp_path)
 
 
-def told(found: Plan) -> str:
+def shown_plan(found: Plan) -> str:
     return "\n".join(str(line) for line in answer.dry_run_lines(found))
 
 
 @pytest.mark.slow
 def test_it_is_the_real_step_of_the_first_layout_and_is_kept(home, monkeypatch):
-    asked = question()
-    found = search.make_plan(asked, ASKED)
+    question_ = question()
+    found = search.make_plan(question_, ASKED)
     assert found.dry is not None and not found.dry.struck and not found.dry.left_out
-    run = asked.run_with_layout(found.ranked[0].layout)
+    run = question_.run_with_layout(found.ranked[0].layout)
     ledgers = [dryrun(run, rank, hardware=KNOWN["a100"]) for rank in (0, 4, 7)]
     assert [one.rank for one in found.dry.ranks] == [one.rank for one in ledgers]
     assert [one.peak.counted for one in found.dry.ranks] == [one.peak for one in ledgers]
@@ -78,9 +78,9 @@ def test_what_is_gathered_and_scattered_is_counted_as_it_is_sent(zero, home):
     """With four microbatches, ZeRO 2 gathers for each, and ZeRO 3 twice."""
     layout = replace(ASKED.layout, tp=1, pp=1, dp=8, zero=zero)
     train = replace(ASKED.train, global_batch_size=32, microbatch_size=1)
-    asked = question(replace(ASKED, layout=layout, train=train))
-    (choice,) = asked.space().choices()
-    (rank, *_) = winner.confirm(asked, [choice], False).ranks
+    question_ = question(replace(ASKED, layout=layout, train=train))
+    (choice,) = question_.space().choices()
+    (rank, *_) = winner.confirm(question_, [choice], False).ranks
     assert [axis.name for axis in rank.sent] == ["dp"]
     # fsdp pads what dp does not divide, and ZeRO 3 gathers the ends once less
     assert rank.sent[0].off == pytest.approx(0, abs=0.02 if zero == 2 else 0.1)
@@ -100,8 +100,8 @@ def test_the_command_that_is_printed_is_that_dry_run(model, home, tmp_path, monk
     )
     planned = dolmen("plan", model, *words.split())
     line = next(one for one in planned.out.splitlines() if one.startswith("Exact memory: "))
-    told = dolmen(*shlex.split(line)[3:], "--json", "run.json")
-    assert (planned.code, told.code) == (0, 0), (planned.err, told.err)
+    result = dolmen(*shlex.split(line)[3:], "--json", "run.json")
+    assert (planned.code, result.code) == (0, 0), (planned.err, result.err)
     (kept,) = (tmp_path / "winners").iterdir()
     assert json.loads(Path("run.json").read_text()) == json.loads(kept.read_text())
 
@@ -113,8 +113,8 @@ def counted(peak: int) -> list[dict]:
 
 def test_what_it_finds_too_large_or_crashing_is_not_listed(monkeypatch):
     free = replace(ASKED, layout=Pins(tp=2))
-    asked = question(free)
-    plain = search.make_plan(asked, replace(free, dryrun=False, top=9))
+    question_ = question(free)
+    plain = search.make_plan(question_, replace(free, dryrun=False, top=9))
     results = iter([ValueError("it would crash"), counted(1 << 40), counted(1 << 20)])
 
     def result(*_):
@@ -124,25 +124,25 @@ def test_what_it_finds_too_large_or_crashing_is_not_listed(monkeypatch):
         return one
 
     monkeypatch.setattr(winner, "count_ranks", result)
-    found = search.make_plan(asked, free)
+    found = search.make_plan(question_, free)
     assert found.dry is not None and len(found.dry.struck) == 2
     assert found.ranked == plain.ranked[2:4]
     assert "it would crash" in found.dry.struck[0]
     assert "1026.00 GiB by the dry run, 946.00 GiB too much" in found.dry.struck[1]
-    assert "excluded by the dry run: tp 2" in told(found)
+    assert "excluded by the dry run: tp 2" in shown_plan(found)
 
 
 def test_a_run_of_which_no_layout_passes_keeps_its_ranking(monkeypatch):
     free = replace(ASKED, layout=Pins(tp=2))
-    asked = question(free)
+    question_ = question(free)
     monkeypatch.setattr(winner, "count_ranks", lambda *_: counted(1 << 40))
-    found = search.make_plan(asked, free)
-    assert found.ranked == search.make_plan(asked, replace(free, dryrun=False)).ranked
-    assert "No dry run of the first layout: none of the first 3 layouts passes" in told(found)
+    found = search.make_plan(question_, free)
+    assert found.ranked == search.make_plan(question_, replace(free, dryrun=False)).ranked
+    assert "No dry run of the first layout: none of the first 3 layouts passes" in shown_plan(found)
 
 
 def test_what_takes_minutes_is_left_out(home, monkeypatch):
     split = replace(ASKED, layout=replace(ASKED.layout, schedule="zero-bubble"))
     monkeypatch.setattr(winner, "MOST", 10)
     found = search.make_plan(question(split), split)
-    assert "blocks one by one, which takes minutes" in told(found)
+    assert "blocks one by one, which takes minutes" in shown_plan(found)

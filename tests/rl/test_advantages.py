@@ -120,15 +120,15 @@ class One(NamedTuple):
 
 def test_groups_that_are_alike_are_replaced_and_no_others():
     """The second is told apart at first, the first the second time, the third never."""
-    asked = []
+    calls = []
 
     def draw(groups, time):
-        asked.append((list(groups), time))
-        apart = {(1, 0), (0, 2)}
-        return [One(g, time, float(n * ((g, time) in apart))) for g in groups for n in range(2)]
+        calls.append((list(groups), time))
+        separate = {(1, 0), (0, 2)}
+        return [One(g, time, float(n * ((g, time) in separate))) for g in groups for n in range(2)]
 
     found, again = resample_degenerate_groups(draw, 3, 2, 3)
-    assert asked == [([0, 1, 2], 0), ([0, 2], 1), ([0, 2], 2), ([2], 3)]
+    assert calls == [([0, 1, 2], 0), ([0, 2], 1), ([0, 2], 2), ([2], 3)]
     assert [one[:2] for one in found] == [(0, 2), (0, 2), (1, 0), (1, 0), (2, 3), (2, 3)]
     assert again == (5, 1)
     assert resample_degenerate_groups(draw, 3, 2, 0)[1] == (0, 2)

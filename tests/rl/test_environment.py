@@ -72,7 +72,7 @@ def test_an_environment_is_asked_until_it_has_nothing_to_say():
         {"a1+2=3;": "3+9.", "b4+4=8;": "8."},
         {"a1+2=3;3+9=12;": "12."},
     )
-    found, told = of(adds).generate(draw, PROMPTS, NAMES, 20)
+    found, metrics = of(adds).generate(draw, PROMPTS, NAMES, 20)
     assert [one.tokens for one in found] == [
         ids("1+2.=3;3+9.=12;12."),
         ids("4+4.=8;8."),
@@ -82,7 +82,7 @@ def test_an_environment_is_asked_until_it_has_nothing_to_say():
     own = "".join("x" if one else "-" for one in found[0].sampled)
     assert own == "xxxx---xxxx----xxx"
     assert found[1].logprobs == pytest.approx([-0.1, -0.2, -0.3, -0.4, 0, 0, 0, -0.1, -0.2])
-    assert told == {"rollout/turns": 1.0, "rollout/failed_turns": 0.0}
+    assert metrics == {"rollout/turns": 1.0, "rollout/failed_turns": 0.0}
     assert [name for _, name in given[1]] == ["0/0/turn 1", "0/1/turn 1"]
     assert [name for _, name in given[2]] == ["0/0/turn 2"]
 
@@ -131,9 +131,9 @@ def test_an_environment_that_fails_ends_the_run_or_the_answer():
     said = {"a": "1.", "b": "2.", "c": "3."}
     with pytest.raises(RewardError, match="it broke .--rollout.on-failure"):
         of(fails).generate(model(said)[0], PROMPTS, NAMES, 20)
-    found, told = of(fails, stop=False).generate(model(said)[0], PROMPTS, NAMES, 20)
+    found, metrics = of(fails, stop=False).generate(model(said)[0], PROMPTS, NAMES, 20)
     assert [one.tokens for one in found] == [ids("1."), ids("2."), ids("3.")]
-    assert told["rollout/failed_turns"] == 1
+    assert metrics["rollout/failed_turns"] == 1
 
 
 @pytest.mark.spawn

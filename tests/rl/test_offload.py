@@ -80,8 +80,8 @@ def test_only_what_is_read_is_here(models):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     before = {name: model.weight.clone() for name, model in models.items()}
-    asked = models["other"], models["reward"]
-    idle = Offloader(offload_parts(torch.device("cpu"), trained, models["drawing"], asked))
+    arguments = models["other"], models["reward"]
+    idle = Offloader(offload_parts(torch.device("cpu"), trained, models["drawing"], arguments))
 
     def here() -> set[str]:
         found = {name for name, model in models.items() if held(model.weight)}

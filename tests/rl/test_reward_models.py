@@ -85,7 +85,7 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 
 
 @pytest.fixture
-def asked(material, tmp_path):
+def command(material, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "ab "}\n{"prompt": "cd "}\n')
     return [
         *("train", "grpo", "--init", material.model, "--train.device", "cpu"),
@@ -95,22 +95,22 @@ def asked(material, tmp_path):
     ]
 
 
-def test_a_reward_model_of_another_vocabulary_is_refused(asked, tmp_path):
+def test_a_reward_model_of_another_vocabulary_is_refused(command, tmp_path):
     for name, changes in (
         ("wide", {"vocab_size": 310}),
         ("short", {"max_position_embeddings": 32}),
     ):
         classifier(tmp_path / name, **changes)
-    wide = dolmen(*asked, "--reward", tmp_path / "wide")
+    wide = dolmen(*command, "--reward", tmp_path / "wide")
     assert wide.code == 2 and "has a vocab_size of 310, but the model has 300" in wide.words
-    short = dolmen(*asked, "--reward", tmp_path / "short")
+    short = dolmen(*command, "--reward", tmp_path / "short")
     assert short.code == 2 and "set --train.sequence-length 31 or less" in short.words
-    foretells = dolmen(*asked, "--reward", asked[3])
-    assert foretells.code == 2 and "has an LM head: give a model" in foretells.words
+    predicts = dolmen(*command, "--reward", command[3])
+    assert predicts.code == 2 and "has an LM head: give a model" in predicts.words
     assert not (tmp_path / "run").exists()
 
 
-def test_other_ids_are_refused(asked, tmp_path, material):
+def test_other_ids_are_refused(command, tmp_path, material):
     folder = tmp_path / "rm"
     classifier(folder)
     tokenizer = AutoTokenizer.from_pretrained(material.model)
@@ -120,14 +120,14 @@ def test_other_ids_are_refused(asked, tmp_path, material):
     vocab = said["model"]["vocab"]
     vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
     file.write_text(json.dumps(said))
-    found = dolmen(*asked, "--reward", folder)
+    found = dolmen(*command, "--reward", folder)
     assert found.code == 2 and "2 of 300 tokens, as 'a', have other ids" in found.words, found.words
 
 
 @pytest.mark.slow
-def test_a_run_is_rewarded_by_what_transformers_says(asked, tmp_path):
+def test_a_run_is_rewarded_by_what_transformers_says(command, tmp_path):
     model = classifier(tmp_path / "rm")
-    found = dolmen(*asked, "--reward", tmp_path / "rm", "0.5:stub")
+    found = dolmen(*command, "--reward", tmp_path / "rm", "0.5:stub")
     assert found.code == 0, found.err
     made = rollout.load(tmp_path / "run", 0, 8)
     assert made is not None

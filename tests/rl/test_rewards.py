@@ -175,12 +175,12 @@ def test_what_names_no_reward_is_refused(name):
 
 
 def test_weights_are_spelled_as_those_of_data():
-    asked = ["0.7:gsm8k", "regex:^a:b", "2:reward_functions:length", ".5:runs/reward"]
+    arguments = ["0.7:gsm8k", "regex:^a:b", "2:reward_functions:length", ".5:runs/reward"]
     names = ["gsm8k", "regex:^a:b", "reward_functions:length", "runs/reward"]
-    assert parse_rewards(asked) == list(zip((0.7, 1, 2, 0.5), names, strict=True))
-    for asked in ("0:exact", "1:", f"{10**16}:exact", f"{'9' * 400}:exact"):
+    assert parse_rewards(arguments) == list(zip((0.7, 1, 2, 0.5), names, strict=True))
+    for arguments in ("0:exact", "1:", f"{10**16}:exact", f"{'9' * 400}:exact"):
         with pytest.raises(ValueError, match="must be over 0 and at most 1e[+]15"):
-            parse_rewards([asked])
+            parse_rewards([arguments])
 
 
 def test_a_folder_is_a_reward_model(tmp_path):

@@ -162,6 +162,9 @@ def test_a_few_completions_of_each_iteration_are_kept(tmp_path):
     run.read()
     assert not run.refused
     first, second = run.as_dict()["samples"]
-    told = "[reward 0.5, 1 token, finished]  a \u2192 b"
-    assert first == {"prompt": "Completion 1 of each iteration", "texts": [[0, told], [4, told]]}
+    reported = "[reward 0.5, 1 token, finished]  a \u2192 b"
+    assert first == {
+        "prompt": "Completion 1 of each iteration",
+        "texts": [[0, reported], [4, reported]],
+    }
     assert second["texts"][0][1].startswith("[no reward, 1 token, finished]  [{")

@@ -40,8 +40,8 @@ def low(spec: ModelSpec, seed: int, rank: int, modules=DENSE, **form) -> LowRank
         param = params[weight]
         shapes = [made.down(param).shape, made.up(param).shape, made.magnitude(param).shape]
         for name, shape in zip(names(made, weight), shapes, strict=False):
-            drawn = torch.rand(shape, generator=chance)
-            found[name] = Held(drawn + 0.5 if len(shape) == 1 else (drawn - 0.5) / 4)
+            sampled = torch.rand(shape, generator=chance)
+            found[name] = Held(sampled + 0.5 if len(shape) == 1 else (sampled - 0.5) / 4)
     return LowRank(made, found)
 
 

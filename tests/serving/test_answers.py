@@ -19,16 +19,16 @@ from dolmen.serving.prompt_file import PromptRow, check_file, read_lines
 ASKED = {"temperature": 0.5, "stop": ["a"]}
 
 
-def rows(file, told: list[str] | None = None) -> list[PromptRow]:
+def rows(file, reported: list[str] | None = None) -> list[PromptRow]:
     """Of all lines; what is no row is told."""
     found = []
     for line in read_lines(file):
         try:
             found.append(line.row())
         except Refused as error:
-            if told is None:
+            if reported is None:
                 raise
-            told.append(str(error))
+            reported.append(str(error))
     return found
 
 
@@ -88,11 +88,11 @@ def test_rows_of_a_txt(tmp_path):
 )
 def test_a_bad_row_is_told_with_its_line(tmp_path, line, said):
     file = written(tmp_path / "in.jsonl", {"prompt": "a"}, line, {"prompt": "b"})
-    told = []
-    found = rows(file, told)
+    messages = []
+    found = rows(file, messages)
     assert [row.prompt for row in found] == ["a", "b"] and found[1].id == 3
-    assert len(told) == 1 and told[0].startswith(f"{file}, line 2: ")
-    assert said in told[0]
+    assert len(messages) == 1 and messages[0].startswith(f"{file}, line 2: ")
+    assert said in messages[0]
     with pytest.raises(ValueError, match="line 2"):
         rows(file)
 
@@ -108,9 +108,9 @@ def test_the_bytes_of_a_row_are_bounded(tmp_path):
 
 def test_bytes_that_are_no_text(tmp_path):
     (tmp_path / "in.txt").write_bytes(b"a\n\xff\nb\n")
-    told = []
-    assert [row.prompt for row in rows(tmp_path / "in.txt", told)] == ["a", "b"]
-    assert "line 2: is not UTF-8 text" in told[0]
+    messages = []
+    assert [row.prompt for row in rows(tmp_path / "in.txt", messages)] == ["a", "b"]
+    assert "line 2: is not UTF-8 text" in messages[0]
 
 
 def test_files_that_are_none(tmp_path):
@@ -201,9 +201,9 @@ def test_two_processes_do_not_write_one_output(tmp_path):
 def test_what_is_refused_before_work_begins(tmp_path):
     out = tmp_path / "out.jsonl"
 
-    def refused(said: str, resume: bool = False, asked=ASKED, read: str = "digest") -> None:
+    def refused(said: str, resume: bool = False, requested=ASKED, read: str = "digest") -> None:
         with pytest.raises(ValueError, match=said):
-            check_output(out, 3, resume, asked, read)
+            check_output(out, 3, resume, requested, read)
 
     assert check_output(out, 3, False, ASKED, "digest") and check_output(
         out, 3, True, ASKED, "digest"

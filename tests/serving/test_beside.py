@@ -118,16 +118,16 @@ def test_of_eight_bits_the_base_alone_is_rounded():
     for weight in none.form.targets:
         up = none.form.pair(weight)[1]
         none.stored[up] = Held(torch.zeros_like(none.stored[up].value))
-    beside = place_adapters({"none": none, "felt": felt}, model)
+    extra = place_adapters({"none": none, "felt": felt}, model)
     requests = [*scored(PROMPTS), *scored(PROMPTS, "none"), *scored(PROMPTS, "felt")]
     greedy = replace(requests[0].params, temperature=0.0, top_k=None)
     requests = [replace(r, params=greedy) for r in requests]
-    found = run(model, requests, weights="int8", adapters=beside)
+    found = run(model, requests, weights="int8", adapters=extra)
     for i in range(len(PROMPTS)):
         base, zeros, other = found[i, 0], found[f"none {i}", 0], found[f"felt {i}", 0]
         assert zeros.tokens == base.tokens and off(zeros, base) < 1e-5
         assert other.tokens != base.tokens or off(other, base) > 1e-3
-    exact = run(model, requests, adapters=beside)
+    exact = run(model, requests, adapters=extra)
     assert any(off(exact[k], found[k]) > 1e-5 for k in found if exact[k].tokens == found[k].tokens)
 
 
@@ -182,9 +182,9 @@ def test_a_stage_may_have_nothing_but_matrices():
     stage = house.place(spec, SINGLE)
     stage.packed_only = "int8"
     known = low(spec, 1, rank=2)
-    beside = place_adapters({"few": known}, stage).weights
-    assert beside.keys() == known.form.targets
-    for weight, several in beside.items():
+    extra = place_adapters({"few": known}, stage).weights
+    assert extra.keys() == known.form.targets
+    for weight, several in extra.items():
         down, up = (known.stored[name].value for name in known.form.pair(weight))
         pair = several.pairs["few"]
         assert torch.equal(pair.down, down) and torch.equal(pair.up, up * known.form.scale)

@@ -13,7 +13,7 @@ from dolmen.serving.request import SamplingParams
 LOGITS = 3 * torch.randn(20, 17, generator=torch.Generator().manual_seed(0))
 
 
-def drawn(scores, uniforms, temperature: float, **options) -> torch.Tensor:
+def sample_tokens(scores, uniforms, temperature: float, **options) -> torch.Tensor:
     return sampling.select_tokens(scores, uniforms, SamplingParams(temperature, **options))[0]
 
 
@@ -83,7 +83,11 @@ def test_tokens_are_drawn_by_their_probability(temperature, options):
     if "top_p" in options:
         allowed = nucleus(scaled, options["top_p"])
     grid = torch.arange(n, dtype=torch.float64) / n
-    counts = drawn(row.expand(n, -1), grid, temperature, **options).bincount(minlength=17).tolist()
+    counts = (
+        sample_tokens(row.expand(n, -1), grid, temperature, **options)
+        .bincount(minlength=17)
+        .tolist()
+    )
     total = sum(weights[i] for i in allowed)
     for i in range(17):
         assert abs(counts[i] - n * weights[i] / total) <= 1 if i in allowed else counts[i] == 0
@@ -91,13 +95,13 @@ def test_tokens_are_drawn_by_their_probability(temperature, options):
 
 def test_temperature_zero_is_greedy_and_cold_is_nearly():
     u = torch.full((20,), 0.5, dtype=torch.float64)
-    assert torch.equal(drawn(LOGITS, u, 0.0), LOGITS.argmax(-1))
-    assert torch.equal(drawn(LOGITS, u, 1e-6, top_k=3, top_p=0.5), LOGITS.argmax(-1))
+    assert torch.equal(sample_tokens(LOGITS, u, 0.0), LOGITS.argmax(-1))
+    assert torch.equal(sample_tokens(LOGITS, u, 1e-6, top_k=3, top_p=0.5), LOGITS.argmax(-1))
 
 
 def test_a_token_of_probability_zero_is_never_drawn():
     logits = torch.tensor([[-math.inf, 0.0, -math.inf, 0.0, -math.inf]]).expand(3, -1)
-    assert drawn(
+    assert sample_tokens(
         logits, torch.tensor([0.0, 0.5, 1 - 2**-53], dtype=torch.float64), 1.0
     ).tolist() == [1, 3, 3]
 

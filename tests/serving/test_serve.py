@@ -61,17 +61,17 @@ def alone(model):
 
 def pieces(stream) -> tuple[dict[int, str], dict[int, str], list]:
     """Of each answer of a stream its text, how it ended, and what was said of its tokens."""
-    texts, ends, told = {}, {}, []
+    texts, ends, metrics = {}, {}, []
     for chunk in stream:
         for choice in chunk.choices:
             new = choice.text if hasattr(choice, "text") else choice.delta.content
             assert choice.index not in ends
             texts[choice.index] = texts.get(choice.index, "") + (new or "")
             if choice.logprobs is not None:
-                told.append((choice.index, choice.logprobs))
+                metrics.append((choice.index, choice.logprobs))
             if choice.finish_reason:
                 ends[choice.index] = choice.finish_reason
-    return texts, ends, told
+    return texts, ends, metrics
 
 
 def test_completions_are_those_of_generate(client, alone):
@@ -103,8 +103,8 @@ def test_a_chat_is_its_template_continued(client, alone):
         model="model", messages=again, temperature=0, max_tokens=12, logprobs=True
     )
     assert same.choices[0].message.content == text
-    told = same.choices[0].logprobs.content
-    assert b"".join(bytes(one.bytes) for one in told).decode(errors="replace") == text
+    reported = same.choices[0].logprobs.content
+    assert b"".join(bytes(one.bytes) for one in reported).decode(errors="replace") == text
 
 
 def test_tools_and_calls_reach_the_template(client, alone):
@@ -115,11 +115,11 @@ def test_tools_and_calls_reach_the_template(client, alone):
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "ef"},
     ]
-    asked = dict(model="model", messages=chat, temperature=0, max_tokens=8)
-    found = client.chat.completions.create(**asked, tools=[tool], tool_choice="auto")
+    request = dict(model="model", messages=chat, temperature=0, max_tokens=8)
+    found = client.chat.completions.create(**request, tools=[tool], tool_choice="auto")
     text = "<u>cd\n<a>(ab)\n<t>ef\n<a>"
     assert found.choices[0].message.content == alone("[look]" + text, max_new_tokens=8)
-    found = client.chat.completions.create(**asked, tools=[tool], tool_choice="none")
+    found = client.chat.completions.create(**request, tools=[tool], tool_choice="none")
     assert found.choices[0].message.content == alone(text, max_new_tokens=8)
 
 
@@ -133,21 +133,21 @@ STREAMED = {
 
 @pytest.mark.parametrize("name", STREAMED)
 def test_what_is_streamed_is_what_is_sent_whole(name, client, alone):
-    asked = dict(model="model", prompt=PROMPTS[0], logprobs=2, **STREAMED[name])
+    request = dict(model="model", prompt=PROMPTS[0], logprobs=2, **STREAMED[name])
     if name == "stopped":
-        asked["stop"] = [alone(PROMPTS[0], max_new_tokens=30)[8:11], "never there"]
-    whole = client.completions.create(**asked)
-    texts, ends, told = pieces(client.completions.create(**asked, stream=True))
+        request["stop"] = [alone(PROMPTS[0], max_new_tokens=30)[8:11], "never there"]
+    whole = client.completions.create(**request)
+    texts, ends, metrics = pieces(client.completions.create(**request, stream=True))
     assert texts == {one.index: one.text for one in whole.choices}
     assert ends == {one.index: one.finish_reason for one in whole.choices}
     if name == "stopped":
         assert set(ends.values()) == {"stop"}
     for one in whole.choices:
-        streamed = [part for index, part in told if index == one.index]
+        streamed = [part for index, part in metrics if index == one.index]
         for field in ("tokens", "token_logprobs", "text_offset"):
             parts = [getattr(part, field) for part in streamed]
             assert sum(parts, []) == getattr(one.logprobs, field), field
-    chat = {name: value for name, value in asked.items() if name not in ("prompt", "logprobs")}
+    chat = {name: value for name, value in request.items() if name not in ("prompt", "logprobs")}
     chat |= dict(messages=HELLO, stream_options={"include_usage": True})
     whole = client.chat.completions.create(**{**chat, "stream_options": openai.omit})
     chunks = list(client.chat.completions.create(**chat, stream=True))
@@ -158,19 +158,19 @@ def test_what_is_streamed_is_what_is_sent_whole(name, client, alone):
 
 
 def test_several_answers_are_drawn_each_by_itself(client):
-    asked = dict(model="model", prompt=PROMPTS[:2], **WARM)
-    four = client.completions.create(**asked, n=4)
+    request = dict(model="model", prompt=PROMPTS[:2], **WARM)
+    four = client.completions.create(**request, n=4)
     assert [one.index for one in four.choices] == [*range(8)]
     assert len({one.text for one in four.choices}) == 8
-    two = client.completions.create(**asked, n=2)
+    two = client.completions.create(**request, n=2)
     texts = [one.text for one in four.choices]
     assert [one.text for one in two.choices] == texts[:2] + texts[4:6]
 
 
 def test_prompts_of_a_request_draw_each_by_itself(client):
     """The same prompt twice; and without a seed each request draws anew."""
-    asked = dict(model="model", prompt=["abc", "abc"], temperature=1.3, max_tokens=24)
-    found = [client.completions.create(**asked).choices for _ in range(2)]
+    request = dict(model="model", prompt=["abc", "abc"], temperature=1.3, max_tokens=24)
+    found = [client.completions.create(**request).choices for _ in range(2)]
     assert len({one.text for choices in found for one in choices}) == 4
 
 
@@ -180,16 +180,16 @@ def test_log_probabilities_are_the_engines(service, client):
     found = client.completions.create(
         model="model", prompt="abc def", temperature=0, max_tokens=9, logprobs=3
     )
-    told = found.choices[0].logprobs
+    reported = found.choices[0].logprobs
     options = SamplingParams(temperature=0, max_new_tokens=9)
     with Engine(service.model, known=reader.get_vocab().values()) as engine:
         engine.add(Request(tokens, options, logprobs="raw", top=3, prompt_logprobs=True))
         while engine.busy:
             ended = engine.step().finished
-    assert told.token_logprobs == pytest.approx(
+    assert reported.token_logprobs == pytest.approx(
         [one.logprob for one in ended[0].logprobs], abs=1e-4
     )
-    for likely, one in zip(told.top_logprobs, ended[0].logprobs, strict=True):
+    for likely, one in zip(reported.top_logprobs, ended[0].logprobs, strict=True):
         assert max(likely.values()) == pytest.approx(one.top[0][1], abs=1e-4)
     echo = client.completions.create(
         model="model", prompt="abc def", temperature=0, max_tokens=0, logprobs=0, echo=True
@@ -205,13 +205,13 @@ def test_log_probabilities_are_the_engines(service, client):
 def test_a_bias_decides_and_minimum_tokens_hold(client, service):
     tokens = service.parser.tokenizer
     token = tokens.get_vocab()["j"]
-    asked = dict(model="model", prompt="abc", temperature=0, max_tokens=5)
-    found = client.completions.create(**asked, logit_bias={str(token): 100})
+    request = dict(model="model", prompt="abc", temperature=0, max_tokens=5)
+    found = client.completions.create(**request, logit_bias={str(token): 100})
     assert found.choices[0].text == "jjjjj"
     end = {str(tokens.eos_token_id): 100}
-    found = client.completions.create(**asked, logit_bias=end)
+    found = client.completions.create(**request, logit_bias=end)
     assert (found.choices[0].text, found.choices[0].finish_reason) == ("", "stop")
-    found = client.completions.create(**asked, logit_bias=end, extra_body={"min_tokens": 3})
+    found = client.completions.create(**request, logit_bias=end, extra_body={"min_tokens": 3})
     assert found.usage.completion_tokens == 4
 
 
@@ -220,12 +220,12 @@ def test_two_hundred_at_once_are_all_answered(service, alone):
     """Each as alone; and what a seed draws is the same, whatever else runs."""
     prompts = [f"{'abcdefghij'[i % 10]} {'abc ' * (i % 7)}{i}" for i in range(200)]
     texts = alone(prompts, max_new_tokens=12, temperature=0)
-    drawn = dict(model="model", prompt="abc", n=2, **WARM)
-    before = [one.text for one in service.client().completions.create(**drawn).choices]
+    sampled = dict(model="model", prompt="abc", n=2, **WARM)
+    before = [one.text for one in service.client().completions.create(**sampled).choices]
 
-    async def asked():
+    async def send_request():
         async with service.several() as client:
-            own = [client.completions.create(**drawn) for _ in range(3)]
+            own = [client.completions.create(**sampled) for _ in range(3)]
             greedy = [
                 client.completions.create(
                     model="model", prompt=prompt, temperature=0, max_tokens=12
@@ -234,7 +234,7 @@ def test_two_hundred_at_once_are_all_answered(service, alone):
             ]
             return await asyncio.gather(*own, *greedy)
 
-    answers = asyncio.run(asked())
+    answers = asyncio.run(send_request())
     for answer in answers[:3]:
         assert [one.text for one in answer.choices] == before
     assert [answer.choices[0].text for answer in answers[3:]] == texts
@@ -247,7 +247,7 @@ def test_what_runs_together_shares_forwards(service):
     step = service.engine.step
     service.engine.step = lambda: steps.append(service.engine.running) or step()
 
-    async def asked():
+    async def send_request():
         async with service.several() as client:
             every = [
                 client.completions.create(model="model", prompt=str(i), max_tokens=40)
@@ -256,7 +256,7 @@ def test_what_runs_together_shares_forwards(service):
             return await asyncio.gather(*every)
 
     try:
-        assert len(asyncio.run(asked())) == 20
+        assert len(asyncio.run(send_request())) == 20
     finally:
         del service.engine.step
     assert max(steps) > 10 and len([n for n in steps if n]) < 200
@@ -330,12 +330,12 @@ def test_generation_config_says_what_a_request_leaves_open(model, tmp_path, alon
 
 def test_a_chat_without_a_limit_fills_what_the_model_has(model):
     with serving(model, max_length=40) as own:
-        asked = {"model": "model", "messages": HELLO, "extra_body": {"min_tokens": 25}}
-        assert own.client().chat.completions.create(**asked).usage.total_tokens == 40
+        request = {"model": "model", "messages": HELLO, "extra_body": {"min_tokens": 25}}
+        assert own.client().chat.completions.create(**request).usage.total_tokens == 40
         body = {"model": "model", "prompt": "abc", "max_tokens": 38}
-        told = own.post("/v1/completions", json=body).json()["error"]
-        assert told["code"] == "context_length_exceeded" and "40" in told["message"]
-        assert json.dumps(told)
+        reported = own.post("/v1/completions", json=body).json()["error"]
+        assert reported["code"] == "context_length_exceeded" and "40" in reported["message"]
+        assert json.dumps(reported)
 
 
 def test_each_adapter_is_a_model_of_its_name(model, alone, tmp_path):
@@ -349,7 +349,7 @@ def test_each_adapter_is_a_model_of_its_name(model, alone, tmp_path):
         client = made.client()
         assert [one.id for one in client.models.list()] == ["model", "fr", "de"]
         assert client.models.retrieve("de").parent == "model"
-        asked = [(name, prompt) for prompt in PROMPTS for name in ("model", "fr", "de")]
+        requested = [(name, prompt) for prompt in PROMPTS for name in ("model", "fr", "de")]
 
         async def all_of_them():
             async with made.several() as several:
@@ -357,12 +357,12 @@ def test_each_adapter_is_a_model_of_its_name(model, alone, tmp_path):
                     several.completions.create(
                         model=name, prompt=prompt, temperature=0, max_tokens=12
                     )
-                    for name, prompt in asked
+                    for name, prompt in requested
                 ]
                 return await asyncio.gather(*each)
 
         found = asyncio.run(all_of_them())
-        for (name, prompt), answer in zip(asked, found, strict=True):
+        for (name, prompt), answer in zip(requested, found, strict=True):
             adapter = None if name == "model" else name
             want = loaded.generate(prompt, max_new_tokens=12, temperature=0, adapter=adapter)
             assert (answer.model, answer.choices[0].text) == (name, want.text)
@@ -386,8 +386,8 @@ def written(folder, base, seed: int):
         if weight.endswith((".q.weight", ".up.weight", ".down.weight")):
             out, inp = source.spec.params[weight].shape
             for kind, shape in zip(peft.KINDS[:2], ((3, inp), (out, 3)), strict=True):
-                drawn = torch.randn(shape, generator=chance)
-                tensors[f"{peft.PREFIX}{module}.{kind}"] = drawn
+                sampled = torch.randn(shape, generator=chance)
+                tensors[f"{peft.PREFIX}{module}.{kind}"] = sampled
     folder.mkdir()
     save_file(tensors, folder / peft.WEIGHTS)
     said = {"peft_type": "LORA", "r": 3, "lora_alpha": 3, "bias": "none"}

@@ -43,8 +43,8 @@ def test_a_model_over_tp_is_served_and_ends_when_asked(material, tmp_path):
                 next(iter(left))
 
             def ask(prompt):
-                asked = dict(model="model", prompt=prompt, temperature=0, max_tokens=16)
-                return client.completions.create(**asked).choices[0].text
+                request = dict(model="model", prompt=prompt, temperature=0, max_tokens=16)
+                return client.completions.create(**request).choices[0].text
 
             with ThreadPoolExecutor(8) as threads:
                 found = list(threads.map(ask, PROMPTS * 2))

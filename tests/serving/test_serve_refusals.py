@@ -124,9 +124,11 @@ BAD = {
 
 def refused(answer: httpx.Response, status: int, word: str) -> dict:
     assert answer.status_code == status, answer.text
-    told = answer.json()["error"]
-    assert set(told) == {"message", "type", "param", "code"} and word in told["message"], told
-    return told
+    reported = answer.json()["error"]
+    assert set(reported) == {"message", "type", "param", "code"} and word in reported["message"], (
+        reported
+    )
+    return reported
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -207,9 +209,9 @@ def test_who_does_not_say_what_it_wants_is_left(model):
     """
     health = b"GET /health HTTP/1.1\r\nHost: a\r\n"
     with serving(model, max_connections=3, max_head_bytes=2048, head_time=0.3) as own:
-        for begun in (b"", b"GET /hea", health):
+        for started in (b"", b"GET /hea", health):
             with connected(own) as one:
-                one.sendall(begun)
+                one.sendall(started)
                 assert one.recv(100) == b""
         with connected(own) as one:
             one.sendall(health + b"\r\n")
@@ -361,9 +363,9 @@ def test_a_full_queue_is_told(model):
 def test_a_small_cache_puts_answers_back_and_ends_them_all(model):
     """Pages for two answers and a half, and eight answers."""
     with serving(model, max_cache_tokens=160) as own:
-        asked = LONG | {"max_tokens": 60}
-        one = own.client().completions.create(**asked).choices[0].text
-        found = own.client().completions.create(**asked, n=8)
+        requested = LONG | {"max_tokens": 60}
+        one = own.client().completions.create(**requested).choices[0].text
+        found = own.client().completions.create(**requested, n=8)
         assert {choice.text for choice in found.choices} == {one}
         with pytest.raises(openai.BadRequestError, match="for both together"):
             own.client().completions.create(**LONG | {"max_tokens": 200})
@@ -458,12 +460,12 @@ def test_what_is_refused_before_the_model_is_loaded(model, tmp_path):
 
 
 def test_a_key_is_made_for_each_start_and_told(model, capsys):
-    told = []
+    messages = []
     for _ in range(2):
         with serving(model, key=None, host="0.0.0.0") as own:
             assert own.announced[1] == f"key: {own.http.key}" and len(own.http.key) > 30
-            told.append(own.http.key)
-    assert told[0] != told[1]
+            messages.append(own.http.key)
+    assert messages[0] != messages[1]
     assert "--host 0.0.0.0: the server can be reached over the network" in capsys.readouterr().err
 
 
@@ -505,13 +507,13 @@ def test_parts_of_characters_are_named_by_their_bytes(service):
     assert len({one.text for one in parts}) == 1
     assert [one.bytes for one in parts] == [[byte] for byte in "天".encode()]
     assert [one.name for one in parts] == [r"bytes:\xe5", r"bytes:\xa4", r"bytes:\xa9"]
-    alike = [tokens.token_logprob(vocabulary["a"], value) for value in (-1.0, -2.0)]
-    assert top_logprobs([*alike, *parts]) == {"a": -1.0} | {one.name: -1.0 for one in parts}
+    equal = [tokens.token_logprob(vocabulary["a"], value) for value in (-1.0, -2.0)]
+    assert top_logprobs([*equal, *parts]) == {"a": -1.0} | {one.name: -1.0 for one in parts}
     assert bytes_of("<0xA4>") == b"\xa4" and bytes_of("天") is None
     found = service.client().completions.create(**GOOD, logprobs=20)
-    told = found.choices[0].logprobs.top_logprobs
-    assert [len(likely) for likely in told] == [20, 20]  # a random model's, half of them bytes
-    assert any(name.startswith("bytes:") for likely in told for name in likely)
+    reported = found.choices[0].logprobs.top_logprobs
+    assert [len(likely) for likely in reported] == [20, 20]  # a random model's, half of them bytes
+    assert any(name.startswith("bytes:") for likely in reported for name in likely)
     chat = service.client().chat.completions.create(**CHAT, logprobs=True, top_logprobs=20)
     for entry in chat.choices[0].logprobs.content:
         assert len({one.token for one in entry.top_logprobs}) == 20

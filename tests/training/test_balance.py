@@ -54,11 +54,11 @@ def train(
     initialize(decoder, 0)
     optimizer = OptimizerConfig(lr=lr, schedule="constant")
     train = TrainState(decoder, adamw(decoder, optimizer), optimizer, steps, layout.zero, schedule)
-    told = [
+    reported = [
         optimizer_step(train, batch(mesh.dp.rank, mesh.dp.size, step), mesh).router
         for step in range(steps)
     ]
-    return told, {
+    return reported, {
         name: state.gather_full(p).clone()
         for name, p in decoder.named_parameters()
         if name.endswith("router.bias")
@@ -67,16 +67,16 @@ def train(
 
 def over_layouts() -> list[tuple]:
     """Of each layout what `train` gives, and how often this rank has read the device."""
-    told, read = [], device.read_back
+    metrics, read = [], device.read_back
     for layout in LAYOUTS:
         reads = []
         device.read_back = lambda x, *rows, reads=reads: reads.append(x) or read(x, *rows)
         mesh = layout.mesh(torch.device("cpu"))
-        told.append(
+        metrics.append(
             (*train(mesh, layout, router_balance="bias", router_bias_rate=0.02), len(reads))
         )
     device.read_back = read
-    return told
+    return metrics
 
 
 def test_no_layout_changes_numbers_or_biases():
@@ -102,7 +102,7 @@ def test_no_layout_changes_numbers_or_biases():
 def test_bias_balances_and_a_loss_does():
     loads = {}
     for kind in ("none", "bias", "loss"):
-        told, _ = train(
+        metrics, _ = train(
             SINGLE,
             Layout(dp=1),
             steps=60,
@@ -112,7 +112,7 @@ def test_bias_balances_and_a_loss_does():
             router_bias_rate=0.01,
             router_aux_loss_coef=0.2,
         )
-        loads[kind] = sum(t["router/max_load"] for t in told[-10:]) / 10
+        loads[kind] = sum(t["router/max_load"] for t in metrics[-10:]) / 10
     assert loads["none"] > 3 and loads["bias"] < 2 and loads["loss"] < 2, loads  # 3.8, 1.7 and 1.6
 
 

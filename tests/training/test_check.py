@@ -96,14 +96,14 @@ def test_flops_count_the_experts_that_compute():
         )
 
 
-@pytest.mark.parametrize("asked", [dict(sample="The"), dict(compressors=True)])
-def test_what_fills_in_tokens_ends_in_no_text(material, asked):
+@pytest.mark.parametrize("options", [dict(sample="The"), dict(compressors=True)])
+def test_what_fills_in_tokens_ends_in_no_text(material, options):
     run = replace(
         RECIPES["bert"](),
         data=DataConfig(path=(str(material.docs),), tokenizer=str(material.tokenizer)),
-        finish=FinishConfig(export=True, **asked),
+        finish=FinishConfig(export=True, **options),
     )
-    with pytest.raises(ValueError, match=f"finish.{min(asked)} is for causal language models"):
+    with pytest.raises(ValueError, match=f"finish.{min(options)} is for causal language models"):
         tinyrun.check_run(replace(run, layout=Layout()), None)
 
 
@@ -241,9 +241,9 @@ def test_a_dry_run_compares_the_critic_with_the_model(material, tmp_path):
     ppo = {"objective": {"name": "ppo"}, "reward": ["stub"], "data": {"rows": "prompts"}}
     run = material.config(**ppo, rollout={"num_generations": 1, "max_new_tokens": 4})
     for init, same in ((material.model, True), (tmp_path, False)):
-        asked = replace(run, critic=CriticConfig(init=str(init)))
+        config = replace(run, critic=CriticConfig(init=str(init)))
         with nullcontext() if same else pytest.raises(ValueError, match="another shape than the"):
-            validate_computation(resolve(asked, None, reads_init=False))
+            validate_computation(resolve(config, None, reads_init=False))
 
 
 READ = {
@@ -268,7 +268,7 @@ def test_what_a_run_reads_is_not_overwritten(option, material, tmp_path):
     shutil.copytree(material.docs, out / "hf")
     (tmp_path / "link").symlink_to(out / "hf")
 
-    def asked(read: Path) -> RunConfig:
+    def requested(read: Path) -> RunConfig:
         run = replace(RunConfig(), **READ[option](str(read)))
         return replace(run, data=replace(run.data, path=(str(material.docs),)))
 
@@ -280,7 +280,7 @@ def test_what_a_run_reads_is_not_overwritten(option, material, tmp_path):
         text = opened(run.ppo.pretraining_path) if run.ppo.pretraining_path else None
         return Data(opened(run.data.path, run.data.validation), text).sources
 
-    other, run = asked(material.docs), asked(tmp_path / "link")
+    other, run = requested(material.docs), requested(tmp_path / "link")
     check_overwrite(other, tmp_path / "other", None, read(other))
     with pytest.raises(ValueError, match=f"--overwrite would delete {out}/hf"):
         check_overwrite(run, out, None, read(run))
@@ -347,8 +347,8 @@ def test_a_microbatch_that_no_option_gives_fits_the_layout(material, tmp_path):
     ):
         assert size(file, **changes) is None
     assert size(file, layout={"dp": 2}, train={"microbatch_size": 3}) == 3
-    asked = parse_run("dryrun", [str(file), "--layout.dp", "2"])
-    assert isinstance(asked, DryrunRequest) and asked.run.microbatch_size == 2
+    requested = parse_run("dryrun", [str(file), "--layout.dp", "2"])
+    assert isinstance(requested, DryrunRequest) and requested.run.microbatch_size == 2
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text(yaml.safe_dump(to_dict(material.config(train={"microbatch_size": 3}))))
     assert size(wrong) == size(wrong, train={"steps": 1}) == 3

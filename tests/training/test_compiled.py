@@ -168,12 +168,12 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in CASES])
 def test_programs(name, monkeypatch):
-    told = []
-    with report_recompile_limit(told.append):
+    messages = []
+    with report_recompile_limit(messages.append):
         assert programs(CASES[name], monkeypatch) == CASES[name].programs
     # where a program ends inside a function, what compares its shapes is compiled too, of all
     # functions as one
-    assert [line for line in told if "tests/shapes.py" not in line] == []
+    assert [line for line in messages if "tests/shapes.py" not in line] == []
 
 
 @pytest.mark.full  # of a C++ compiler
@@ -205,10 +205,10 @@ def test_what_is_compiled_computes_the_same(changed):
 
 
 def test_a_run_says_that_the_compiler_has_given_up():
-    told = []
+    messages = []
     # not monkeypatch, which deletes it afterwards, and with it the limit of all later tests
-    with report_recompile_limit(told.append), torch._dynamo.config.patch(recompile_limit=2):
+    with report_recompile_limit(messages.append), torch._dynamo.config.patch(recompile_limit=2):
         times = torch.compile(lambda x, n: x * n, backend="eager", dynamic=False)
         for number in range(5):
             assert float(times(torch.ones(()), number)) == number
-    assert len(told) == 1 and "after 2 programs" in told[0] and "\n" not in told[0]
+    assert len(messages) == 1 and "after 2 programs" in messages[0] and "\n" not in messages[0]

@@ -89,7 +89,7 @@ def test_what_a_pair_is_read_as():
 
 
 @pytest.mark.parametrize(
-    "row, told",
+    "row, message",
     [
         ({"prompt": "q", "chosen": "a"}, "has no rejected"),
         ({"chosen": "a", "rejected": "b"}, "`chosen` is not a completion .* give `prompt`"),
@@ -98,8 +98,8 @@ def test_what_a_pair_is_read_as():
         ({"prompt": "q", "chosen": "a", "rejected": "b", "margin": -1e300}, r"margin is -1e[+]300"),
     ],
 )
-def test_what_is_no_pair_is_refused_by_its_row(row, told):
-    with pytest.raises(Refused, match=f"line 2: .*{told}"):
+def test_what_is_no_pair_is_refused_by_its_row(row, message):
+    with pytest.raises(Refused, match=f"line 2: .*{message}"):
         pair_of(row, "line 2")
 
 
@@ -112,13 +112,13 @@ def made(pairs, **objective):
         cache=str(pairs / "cache"),
         validation_fraction=0.3,
     )
-    asked = ObjectiveConfig(name="dpo", **objective)
+    request = ObjectiveConfig(name="dpo", **objective)
     config = replace(
         RECIPES["dpo"](),
         init=str(pairs / "model"),
         model=open_source(pairs / "model").model,
         data=data,
-        objective=asked,
+        objective=request,
         train=replace(RECIPES["dpo"]().train, sequence_length=48, global_batch_size=4, steps=4),
     )
     config = tinyrun.check_run(config, 1)
@@ -137,9 +137,9 @@ def test_answers_that_end_no_text_are_warned_of(pairs, template, warned):
     loader = prepare_loader(
         data, str(pairs / "model"), 300, 96, 4, 0, model=config.spec, progress=False
     )
-    told = no_eos_learned(resolve(config, 1), loader)
-    assert (told is not None) == warned
-    assert not warned or "completions end with '>' (token " in told and "--stop" in told
+    reported = no_eos_learned(resolve(config, 1), loader)
+    assert (reported is not None) == warned
+    assert not warned or "completions end with '>' (token " in reported and "--stop" in reported
 
 
 def compared(batch: Batch, theirs, tokenizer) -> set[tuple[str, str]]:
@@ -217,11 +217,11 @@ def test_another_reference(pairs, tmp_path):
     with torch.no_grad():
         other.lm_head.weight.mul_(2)
     other.save_pretrained(tmp_path / "other")
-    asked, _ = made(pairs, reference=str(tmp_path / "other"))
+    requested, _ = made(pairs, reference=str(tmp_path / "other"))
     state = initialize.make_state(resolve(config, 1), SINGLE, 4)
     reference.add_reference_logprobs(resolve(config, 1), state, loader, SINGLE, tmp_path)
     own = loader.mixture.numbers["reference"]
-    reference.add_reference_logprobs(resolve(asked, 1), state, loader, SINGLE, tmp_path)
+    reference.add_reference_logprobs(resolve(requested, 1), state, loader, SINGLE, tmp_path)
     assert np.abs(loader.mixture.numbers["reference"] - own).max() > 0.1
     # kept under a hash of the model: that of another is not read, nor one that is damaged
     known = reference.add_reference_logprobs(resolve(config, 1), state, loader, SINGLE, tmp_path)
@@ -232,7 +232,7 @@ def test_another_reference(pairs, tmp_path):
         )
         assert all(np.array_equal(again[key], known[key]) for key in known)
         with pytest.raises(AssertionError):
-            reference.add_reference_logprobs(resolve(asked, 1), state, loader, SINGLE, tmp_path)
+            reference.add_reference_logprobs(resolve(requested, 1), state, loader, SINGLE, tmp_path)
         for file in (tmp_path / "reference").iterdir():
             file.write_bytes(file.read_bytes()[:-1] + b"x")
         with pytest.raises(AssertionError):
@@ -294,7 +294,7 @@ def test_other_kinds(pairs, tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    "more, told",
+    "more, message",
     [
         (("--objective.loss-type", "kto"), "use --data.rows completions"),
         (("--data.rows", "completions"), "use --data.rows pairs"),
@@ -310,20 +310,20 @@ def test_other_kinds(pairs, tmp_path, kind):
         (("--objective.rpo-alpha", 1, "--objective.loss-type", "orpo"), "kind is orpo"),
     ],
 )
-def test_what_is_refused(pairs, tmp_path, more, told):
+def test_what_is_refused(pairs, tmp_path, more, message):
     found = dolmen(*options(pairs, tmp_path / "a", *more))
-    assert found.code == 2 and told in found.words, found.err
+    assert found.code == 2 and message in found.words, found.err
     assert not (tmp_path / "a").exists()
 
 
 def test_the_objective_that_is_asked_for(pairs):
-    asked = dict(beta=0.3, kind="exo", label_smoothing=0.1, rpo_alpha=0.7)
-    run = made(pairs, loss_type="exo", **{k: v for k, v in asked.items() if k != "kind"})[0]
-    assert initialize.objective_of(run) == DPO(**asked, from_reference=True)
+    request = dict(beta=0.3, kind="exo", label_smoothing=0.1, rpo_alpha=0.7)
+    run = made(pairs, loss_type="exo", **{k: v for k, v in request.items() if k != "kind"})[0]
+    assert initialize.objective_of(run) == DPO(**request, from_reference=True)
     other = replace(run, objective=replace(run.objective, reference="another"))
-    assert initialize.objective_of(other) == DPO(**asked)
+    assert initialize.objective_of(other) == DPO(**request)
     itself = replace(run, objective=replace(run.objective, reference=run.init))
-    assert initialize.objective_of(itself) == DPO(**asked, from_reference=True)
+    assert initialize.objective_of(itself) == DPO(**request, from_reference=True)
 
 
 def test_options_of_dpo_are_of_dpo():

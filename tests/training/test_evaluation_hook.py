@@ -19,7 +19,7 @@ material, one_thread = tinyrun.material, tinyrun.one_thread
 
 
 @pytest.fixture(scope="module")
-def asked(material, tmp_path_factory):
+def command(material, tmp_path_factory):
     """Options: a task of two questions, and two prompts."""
     root = tmp_path_factory.mktemp("judged")
     rows = [{"q": "abc", "a": 0}, {"q": "d e", "a": 1}]
@@ -43,26 +43,26 @@ def samples(out):
 
 
 @pytest.mark.parametrize(
-    "layout, apart",
+    "layout, separate",
     [
         (Layout(dp=1, cp=2), True),
         (Layout(dp=1, pp=2, virtual_stages=2), True),
         (Layout(tp=2), False),
     ],
 )
-def test_what_cannot_write_is_judged_in_a_layout_that_can(material, layout, apart, monkeypatch):
+def test_what_cannot_write_is_judged_in_a_layout_that_can(material, layout, separate, monkeypatch):
     """Tasks write too, with no samples asked."""
     monkeypatch.setattr(evaluate, "GenerationModel", lambda *given, **options: "another")
     run = replace(material.config(), layout=layout, evaluate=DuringConfig(tasks="choice"))
-    assert evaluate._make_generator(run, SINGLE) == ("another" if apart else None)
+    assert evaluate._make_generator(run, SINGLE) == ("another" if separate else None)
 
 
-def test_scores_and_samples_are_written_and_training_is_the_same(material, asked, tmp_path):
+def test_scores_and_samples_are_written_and_training_is_the_same(material, command, tmp_path):
     """To the bit: nothing that a run draws is drawn by what judges it."""
     words = ("train", material.file, "--train.steps", 4, "--train.dropout", 0.1)
     plain = dolmen(*words, "--out", tmp_path / "plain")
-    judged = dolmen(*words, "--out", tmp_path / "judged", *asked)
-    assert plain.code == judged.code == 0, plain.err + judged.err
+    scored = dolmen(*words, "--out", tmp_path / "judged", *command)
+    assert plain.code == scored.code == 0, plain.err + scored.err
     assert losses(tmp_path / "plain") == losses(tmp_path / "judged")
     assert same(tensors(tmp_path / "plain", 4), tensors(tmp_path / "judged", 4))
     found = samples(tmp_path / "judged")
@@ -75,8 +75,8 @@ def test_scores_and_samples_are_written_and_training_is_the_same(material, asked
     rows = read_metrics(tmp_path / "judged" / "metrics.jsonl")
     scores = {row["step"]: row["tasks/choice/acc"] for row in rows if "tasks/choice/acc" in row}
     assert scores.keys() == {2, 4} and set(scores.values()) <= {0.0, 0.5, 1.0}
-    assert "step 4: choice/acc " in judged.out
-    again = dolmen(*words, "--out", tmp_path / "judged", *asked, "--overwrite")
+    assert "step 4: choice/acc " in scored.out
+    again = dolmen(*words, "--out", tmp_path / "judged", *command, "--overwrite")
     assert again.code == 0 and len(samples(tmp_path / "judged")) == 4
     assert [row["text"] for row in samples(tmp_path / "judged")] == [row["text"] for row in found]
 
@@ -91,11 +91,11 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refusals(material, asked, tmp_path, case, monkeypatch):
+def test_refusals(material, command, tmp_path, case, monkeypatch):
     """Before anything is written."""
     options, said = REFUSED[case]
     monkeypatch.setattr("dolmen.evaluation.harness.TaskManager", Listed)
-    base = asked[4:6] if case == "too long" else ()
+    base = command[4:6] if case == "too long" else ()
     out = tmp_path / "out"
     shown = dolmen("train", material.file, "--out", out, *base, *options)
     assert shown.code == 2 and said in shown.err, shown

@@ -112,9 +112,9 @@ def test_anything_else_is_refused_by_name_and_nothing_is_deleted(run, name, has_
     before = content(run)
     with pytest.raises(
         Unusable, match="deletes only files written by dolmen, but .* also contains "
-    ) as told:
+    ) as raised:
         folder.clear_run(run)
-    assert any(part in str(told.value) for part in (name, *map(str, Path(name).parents[:-1])))
+    assert any(part in str(raised.value) for part in (name, *map(str, Path(name).parents[:-1])))
     assert content(run) == before
 
 

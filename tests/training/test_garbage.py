@@ -105,13 +105,13 @@ def test_memory_does_not_grow_over_300_steps():
 
 
 def test_what_is_collected_when(monkeypatch):
-    asked = []
-    monkeypatch.setattr(loop.gc, "collect", lambda generation=2: asked.append(generation))
+    calls = []
+    monkeypatch.setattr(loop.gc, "collect", lambda generation=2: calls.append(generation))
     found = {}
     for step in range(1, 2001):
         loop.collect_garbage(step)
-        if asked:
-            found[step] = asked.pop()
+        if calls:
+            found[step] = calls.pop()
     assert found == {s: 2 if s % 1000 == 0 else 1 for s in range(50, 2001, 50)}
 
 

@@ -110,8 +110,8 @@ def test_shares_of_a_run_that_was_killed(material, tmp_path, clock, monkeypatch)
     }
     total = clock.now - began
     assert sum(seconds.values()) == total
-    told = {name: share * total for name, share in outcome.goodput.items() if share}
-    assert told == pytest.approx(seconds, abs=1e-5)  # doubles of 1.7e9 s
+    reported = {name: share * total for name, share in outcome.goodput.items() if share}
+    assert reported == pytest.approx(seconds, abs=1e-5)  # doubles of 1.7e9 s
     assert sum(outcome.goodput.values()) == pytest.approx(1, abs=1e-12)
     stored = json.loads((tmp_path / "run" / goodput.FILE).read_text())
     assert stored["reached"] == 12 and stored["until"] == clock.now
@@ -151,15 +151,15 @@ def test_the_slowest_rank_is_named_with_what_it_delays():
 
 def test_a_thread_that_waits_is_seen():
     """In a collective of ours, called by a function of ours; elsewhere it waits for nobody."""
-    asked, done = threading.Event(), threading.Event()
+    requested, done = threading.Event(), threading.Event()
     source = "def reduce(asked, done):\n    asked.set()\n    done.wait()\n"
     caller = "def step(*events):\n    reduce(*events)\n"
     names: dict = {}
     exec(compile(source, "/x/dolmen/core/collectives.py", "exec"), names)
     exec(compile(caller, "/x/dolmen/training/step.py", "exec"), names)
-    thread = threading.Thread(target=names["step"], args=(asked, done))
+    thread = threading.Thread(target=names["step"], args=(requested, done))
     thread.start()
-    asked.wait()
+    requested.wait()
     assert thread.ident is not None
     found = watchdog.collective_of(sys._current_frames()[thread.ident])
     done.set()

@@ -113,7 +113,7 @@ CAP = "--rollout.importance-sampling-cap 2"
 
 
 @pytest.mark.parametrize(
-    "name, dtype, cap, told, words",
+    "name, dtype, cap, message, words",
     [
         ("grpo", "bfloat16", None, OFF, (CAP, "3 times as far", "--train.dtype float32")),
         ("grpo", "bfloat16", 3.0, OFF, ("Rounding to bfloat16 can",)),
@@ -124,7 +124,7 @@ CAP = "--rollout.importance-sampling-cap 2"
         ("tokens", "bfloat16", None, {}, None),
     ],
 )
-def test_what_is_off_is_told_with_what_can_be_done(name, dtype, cap, told, words):
+def test_what_is_off_is_told_with_what_can_be_done(name, dtype, cap, message, words):
     """And with nothing that this run would be refused, or does already."""
     run = replace(
         RunConfig(),
@@ -132,7 +132,7 @@ def test_what_is_off_is_told_with_what_can_be_done(name, dtype, cap, told, words
         objective=ObjectiveConfig(name),
         rollout=RolloutConfig(importance_sampling_cap=cap),
     )
-    said = warn.logprob_mismatch(run, told, 3)
+    said = warn.logprob_mismatch(run, message, 3)
     assert (said is None) == (words is None)
     for word in words or ():
         assert word in said
@@ -221,7 +221,7 @@ def test_what_is_never_told_apart_is_drawn_again_so_often_as_is_asked(prompts, t
 
 
 @pytest.mark.parametrize(
-    "more, told",
+    "more, message",
     [
         (
             ("--rollout.epochs", 3, "--rollout.max-off-policy-steps", 1),
@@ -240,9 +240,9 @@ def test_what_is_never_told_apart_is_drawn_again_so_often_as_is_asked(prompts, t
         ),
     ],
 )
-def test_what_is_refused(prompts, tmp_path, more, told):
+def test_what_is_refused(prompts, tmp_path, more, message):
     found = dolmen(*options(prompts, tmp_path / "run", *more))
-    assert found.code == 2 and told in found.words, found.words
+    assert found.code == 2 and message in found.words, found.words
     assert not (tmp_path / "run").exists()
 
 
@@ -272,11 +272,11 @@ def test_a_teacher_is_come_closer_to(prompts, tmp_path):
     teacher = LlamaConfig(**tinyrun.MODEL, initializer_range=0.2)
     torch.manual_seed(3)
     LlamaForCausalLM(teacher).save_pretrained(tmp_path / "teacher")
-    asked = options(prompts, tmp_path / "run", "--rollout.advantage-estimator", "distillation")
-    at = asked.index("--reward")
-    del asked[at : at + 2]
-    asked += ["--objective.reference", tmp_path / "teacher", "--train.steps", 16]
-    found = dolmen(*asked)
+    requested = options(prompts, tmp_path / "run", "--rollout.advantage-estimator", "distillation")
+    at = requested.index("--reward")
+    del requested[at : at + 2]
+    requested += ["--objective.reference", tmp_path / "teacher", "--train.steps", 16]
+    found = dolmen(*requested)
     assert found.code == 0, found.err
     kl = [row["rollout/reference_kl"] for row in rows(tmp_path / "run")]
     assert 0 < sum(kl[-3:]) < 0.8 * sum(kl[:3]), kl
@@ -293,13 +293,13 @@ def test_trainer_and_generator_agree_across_turns(prompts, tmp_path, monkeypatch
         "def tool(prompt, turns, row):\n    return f'<{len(turns)}>' if len(turns) < 5 else None\n"
     )
     monkeypatch.chdir(tmp_path)
-    asked = options(prompts, tmp_path / "run", "--environment", "tool:tool", "--train.steps", 3)
-    found = dolmen(*asked, "--init", tmp_path / "model", "--rollout.max-new-tokens", 24)
+    requested = options(prompts, tmp_path / "run", "--environment", "tool:tool", "--train.steps", 3)
+    found = dolmen(*requested, "--init", tmp_path / "model", "--rollout.max-new-tokens", 24)
     assert found.code == 0, found.err
-    told = rows(tmp_path / "run")
-    assert all(row["rollout/turns"] > 0.3 for row in told)
-    assert max(row["rollout/logprob_difference"] for row in told) < 1e-6
-    assert max(row["rollout/logprob_difference_over_tolerance"] for row in told) < 1
+    reported = rows(tmp_path / "run")
+    assert all(row["rollout/turns"] > 0.3 for row in reported)
+    assert max(row["rollout/logprob_difference"] for row in reported) < 1e-6
+    assert max(row["rollout/logprob_difference_over_tolerance"] for row in reported) < 1
     (file,) = (tmp_path / "run" / "rollouts").glob("*2.jsonl")
     assert any("<3>" in json.loads(line)["completion"] for line in file.read_text().splitlines())
     absent = dolmen(*options(prompts, tmp_path / "no", "--environment", "tool:no"))

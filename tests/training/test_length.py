@@ -36,8 +36,8 @@ def test_tokens_are_steps_and_a_resume_keeps_them(material, tmp_path):
     words = ("train", material.file, "--log.validate-every", 0)
     steps = dolmen(*words, "--out", tmp_path / "steps", "--train.steps", 6)
     # six steps, the last one whole; of the file's own steps and warm-up nothing is left
-    asked = ("--train.tokens", 5 * EACH + 1, "--optimizer.warmup-tokens", 2 * EACH)
-    tokens = dolmen(*words, "--out", tmp_path / "tokens", *asked)
+    arguments = ("--train.tokens", 5 * EACH + 1, "--optimizer.warmup-tokens", 2 * EACH)
+    tokens = dolmen(*words, "--out", tmp_path / "tokens", *arguments)
     assert steps.code == tokens.code == 0, steps.err + tokens.err
     assert rates(tmp_path / "steps") == rates(tmp_path / "tokens")
     for said in ("steps 0 to 6, 384 tokens, ", "(cosine, 2 (128 tokens) warm-up)"):

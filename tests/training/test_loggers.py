@@ -62,8 +62,8 @@ def test_a_program_that_fails_gets_no_more_and_is_told_once(run, monkeypatch, fa
         guarded.write({"step": step})
     guarded.close()
     guarded.thread.join()
-    told = [f"WARNING: wandb is no longer logged to (OSError: no room to {fails}); "]
-    assert said == [told[0] + "metrics.jsonl has all metrics"] * bool(fails)
+    reported = [f"WARNING: wandb is no longer logged to (OSError: no room to {fails}); "]
+    assert said == [reported[0] + "metrics.jsonl has all metrics"] * bool(fails)
     after = {"begin": [], "write": ["begin", "write"]}
     assert not made or made[0].calls == after.get(fails, ["begin", "write", "write", "close"])
 
@@ -118,10 +118,10 @@ def test_one_that_is_not_installed_is_refused(material, tmp_path, monkeypatch):
 )
 def test_wandb_asks_for_no_key(run, monkeypatch, mode, key, step, want):
     """Without one it is offline, whoever watches; what the environment says it obeys."""
-    asked, written = [], []
+    requested, written = [], []
 
     def init(**options):
-        asked.append(options)
+        requested.append(options)
         settings = SimpleNamespace(sync_dir="here")
         return SimpleNamespace(settings=settings, log=lambda row, step: written.append((step, row)))
 
@@ -134,18 +134,18 @@ def test_wandb_asks_for_no_key(run, monkeypatch, mode, key, step, want):
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     made = metrics.WandB(run._replace(step=step))
-    assert (asked[0]["mode"], asked[0]["resume"]) == want
-    assert (asked[0]["project"], asked[0]["id"]) == ("dolmen", run.identity)
+    assert (requested[0]["mode"], requested[0]["resume"]) == want
+    assert (requested[0]["project"], requested[0]["id"]) == ("dolmen", run.identity)
     assert ("wandb sync here" in made.notice) == (want[0] == "offline")
     made.write({"step": 4, "time": 1.0, "loss": 2.0})
     failed = {name: value for name, value in COMPLETION.items() if name != "reward"}
     made.write_completions([COMPLETION, failed, {**COMPLETION, "step": 7}])
-    told = ["Once", "upon", 0.5, 1, True]
+    reported = ["Once", "upon", 0.5, 1, True]
     columns = ["step", "prompt", "completion", "reward", "tokens", "finished"]
     assert written == [
         (4, {"loss": 2.0}),
-        (4, {"completions": [columns, [4, *told], [4, "Once", "upon", None, 1, True]]}),
-        (8, {"completions": [columns, [8, *told]]}),
+        (4, {"completions": [columns, [4, *reported], [4, "Once", "upon", None, 1, True]]}),
+        (8, {"completions": [columns, [8, *reported]]}),
     ]
 
 
@@ -183,8 +183,8 @@ def test_trackio_has_the_same_numbers(material, tmp_path, monkeypatch):
     found = sqlite3.connect(tmp_path / "trackio" / "dolmen.db").execute(
         "select run_name, step, metrics from metrics order by id"
     )
-    told = [(name, step, json.loads(text)) for name, step, text in found]
+    reported = [(name, step, json.loads(text)) for name, step, text in found]
     written = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    assert len({name for name, *_ in told}) == 1 and len(rows(out)) == 6
-    again = [{**row, "step": step} for _, step, row in told]
+    assert len({name for name, *_ in reported}) == 1 and len(rows(out)) == 6
+    again = [{**row, "step": step} for _, step, row in reported]
     assert again == [{n: v for n, v in row.items() if n != "time"} for row in written]

@@ -13,15 +13,15 @@ from dolmen.training.loop import Stop, train_steps
 @pytest.fixture
 def made(monkeypatch):
     """Steps that cost nothing: what was asked for, in order."""
-    asked = []
+    calls = []
 
     def step(state, batch, mesh, signal):
-        asked.append((state.step, batch))
+        calls.append((state.step, batch))
         state.step += 1
         return SimpleNamespace(text=f"metrics {state.step}", signal=signal())
 
     monkeypatch.setattr(loop, "optimizer_step", step)
-    return asked
+    return calls
 
 
 class Whose(tuple):
@@ -83,10 +83,10 @@ def test_a_request_ends_after_the_step_it_came_in_with_all_hooks(made):
     assert called == [4] and len(made) == 4 and stop.agreed_signal == 15
 
 
-@pytest.mark.parametrize("drawn", (False, True))
-def test_what_is_drawn_has_as_much_time_as_the_first_batch(made, drawn):
+@pytest.mark.parametrize("sampled", (False, True))
+def test_what_is_drawn_has_as_much_time_as_the_first_batch(made, sampled):
     beats = []
     watch = SimpleNamespace(beat=lambda step, phase, patient=False: beats.append((phase, patient)))
     state = SimpleNamespace(step=0, steps=2, model=SimpleNamespace(spec=None), critic=None)
-    train_steps(state, Batches(), SINGLE, [], Stop(), watch, generates=drawn)
-    assert ("the first batch", True) in beats and ("the next batch", drawn) in beats
+    train_steps(state, Batches(), SINGLE, [], Stop(), watch, generates=sampled)
+    assert ("the first batch", True) in beats and ("the next batch", sampled) in beats

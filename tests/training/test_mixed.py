@@ -85,10 +85,10 @@ def test_a_scale_of_two_to_the_k_changes_nothing(name, clip):
         state = make(MODELS[name], eps=1.0, clip=clip)
         before = values(state)
         state.scale = LossScale(False, scale)
-        told = [optimizer_step(state, batch(seed), SINGLE) for seed in (0, 1)]
-        found.append((told, values(state)))
-    (told, want), (scaled_told, got) = found
-    assert scaled_told == told and told[0].grad_norm > 0.25
+        reported = [optimizer_step(state, batch(seed), SINGLE) for seed in (0, 1)]
+        found.append((reported, values(state)))
+    (reported, want), (scaled_told, got) = found
+    assert scaled_told == reported and reported[0].grad_norm > 0.25
     for n, value in want.items():
         assert torch.equal(got[n], value), (n, (got[n] - value).abs().max())
         assert not torch.equal(value, before[n]), n
@@ -204,10 +204,10 @@ def skipping(monkeypatch, pattern) -> None:
     """Let step i be told as skipped where pattern(i)."""
     step = loop.optimizer_step
 
-    def told(state, *args) -> StepMetrics:
+    def reported(state, *args) -> StepMetrics:
         return replace(step(state, *args), skipped=bool(pattern(state.step - 1)))
 
-    monkeypatch.setattr(loop, "optimizer_step", told)
+    monkeypatch.setattr(loop, "optimizer_step", reported)
     monkeypatch.setattr(run.mfu, "matmul_peak", lambda *_: 1e12)
 
 

@@ -32,9 +32,9 @@ class Trained:
     """One of owned.MODELS in float64, and its optimizer, on a mesh."""
 
     def __init__(self, name: str, mesh: Mesh, zero: int, optimizer: str, micros: int = 1):
-        make, plan, drawn = MODELS[name]
+        make, plan, sampled = MODELS[name]
         torch.manual_seed(0)
-        module, given = make().double(), drawn()
+        module, given = make().double(), sampled()
         self.given = given.double() if given.is_floating_point() else given
         self.mesh, self.micros = mesh, micros
         self.module = dolmen.parallelize(module, plan, mesh, zero=zero)
@@ -42,13 +42,13 @@ class Trained:
 
     def steps(self, count: int) -> list[float]:
         """Loss and norm of each."""
-        mesh, told = self.mesh, []
+        mesh, metrics = self.mesh, []
         mine = self.given.chunk(mesh.dp.size)[mesh.dp.rank]
         for _ in range(count):
             parts = (self.loss(part) for part in mine.chunk(self.micros))
             loss = self.loss(mine) if self.micros == 1 else parts
-            told += dolmen.step(self.module, self.optimizer, loss, mesh, clip=CLIP)
-        return told
+            metrics += dolmen.step(self.module, self.optimizer, loss, mesh, clip=CLIP)
+        return metrics
 
     def loss(self, rows: Tensor) -> Tensor:
         return self.module(rows).square().sum() / len(self.given)
@@ -73,9 +73,9 @@ def alone(name: str, optimizer: str) -> tuple[list[float], dict[str, Tensor]]:
 def compare(name: str, dp: int, tp: int, zero: int, optimizer: str, micros: int) -> float:
     """The largest difference from one process: losses, norms, weights, the optimizer's state."""
     split = Trained(name, build_mesh(dp, tp, CPU), zero, optimizer, micros)
-    told, (want, weights) = split.steps(STEPS), alone(name, optimizer)
+    metrics, (want, weights) = split.steps(STEPS), alone(name, optimizer)
     assert min(want[1::2]) > CLIP
-    off = max(abs(a / b - 1) for a, b in zip(told, want, strict=True))
+    off = max(abs(a / b - 1) for a, b in zip(metrics, want, strict=True))
     return max(off, difference(split.kept(), weights))
 
 
@@ -132,14 +132,14 @@ def test_what_tp_has_saved_dp_goes_on_with(row, result):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_checkpoint_of_one_process_goes_on_to_the_bit(optimizer, tmp_path):
     whole = Trained("toy", SINGLE, 0, optimizer)
-    told = whole.steps(STEPS)
+    reported = whole.steps(STEPS)
     first = Trained("toy", SINGLE, 0, optimizer)
-    assert first.steps(2) == told[:4]
+    assert first.steps(2) == reported[:4]
     dolmen.save(tmp_path, first.module, first.optimizer, SINGLE, step=2)
     second = Trained("toy", SINGLE, 0, optimizer)
     second.given = first.given
     assert dolmen.restore(tmp_path, second.module, second.optimizer, SINGLE) == 2
-    assert second.steps(STEPS - 2) == told[4:]
+    assert second.steps(STEPS - 2) == reported[4:]
 
 
 def test_what_has_made_no_step_is_kept_as_that(tmp_path):
@@ -190,8 +190,8 @@ def test_buffers_and_numbers_are_kept_and_the_rate_is_not(tmp_path):
 def test_what_is_not_finite_changes_nothing():
     one = Trained("toy", SINGLE, 0, "sgd")
     want = one.kept()
-    told = dolmen.step(one.module, one.optimizer, one.loss(one.given) * float("nan"), SINGLE)
-    assert told.loss != told.loss and one.kept().keys() == want.keys()
+    reported = dolmen.step(one.module, one.optimizer, one.loss(one.given) * float("nan"), SINGLE)
+    assert reported.loss != reported.loss and one.kept().keys() == want.keys()
     assert difference(one.kept(), want) == 0
     assert all(p.grad is None for p in one.module.parameters())
 

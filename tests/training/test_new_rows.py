@@ -39,13 +39,13 @@ def test_what_was_trained_stays_to_the_bit_until_all_learn(family):
     assert tables == ({"embed.weight", "head.weight"} if family == "llama" else {"embed.weight"})
     before = {n: p.detach().clone() for n, p in train.model.named_parameters()}
     given = batches(SINGLE)
-    told = updates(train, SINGLE, given[:UNTIL])
+    reported = updates(train, SINGLE, given[:UNTIL])
     for name, p in train.model.named_parameters():
         old = p[:FIRST] if name in tables else p
         assert torch.equal(old, before[name][:FIRST] if name in tables else before[name]), name
         if name in tables:
             assert (p[FIRST:] != before[name][FIRST:]).any(), name
-    for step, norm in zip(told.gradients, told.norms, strict=True):
+    for step, norm in zip(reported.gradients, reported.norms, strict=True):
         squares = sum(float(g.double().square().sum()) for g in step.values())
         assert step.keys() == tables and norm == pytest.approx(squares**0.5, rel=1e-6)
     # then an optimizer that begins, at the rate of that step
@@ -97,21 +97,23 @@ def test_the_recipe_tells_the_loss_of_each_language(material, tmp_path):
     words_of = " ".join(shown.out.split())
     assert "only embedding rows from token id 200 on are trained until step 2" in words_of
     assert "mix in some old text" not in words_of
-    told = rows(out, "val_loss")
-    assert [row["step"] for row in told] == [0, 2, 4]
-    apart = [name for name in told[0] if name.startswith("val_loss/")]
-    assert apart == [f"val_loss/{new}", f"val_loss/{old}"]
+    reported = rows(out, "val_loss")
+    assert [row["step"] for row in reported] == [0, 2, 4]
+    separate = [name for name in reported[0] if name.startswith("val_loss/")]
+    assert separate == [f"val_loss/{new}", f"val_loss/{old}"]
     # all of it is the two of them
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["val_sources"] == {n.removeprefix("val_loss/"): told[2][n] for n in apart}
-    per_byte = [{str(one): row[f"val_bits_per_byte/{one}"] for one in (new, old)} for row in told]
+    assert summary["val_sources"] == {n.removeprefix("val_loss/"): reported[2][n] for n in separate}
+    per_byte = [
+        {str(one): row[f"val_bits_per_byte/{one}"] for one in (new, old)} for row in reported
+    ]
     assert summary["val_sources_per_byte"] == per_byte[2] != per_byte[0]
     assert summary["val_sources_before"] == per_byte[0]
     for one in (new, old):
         was, now = per_byte[0][str(one)], per_byte[2][str(one)]
         assert f"{now:.4f} bits per byte (before the first step {was:.4f})" in words_of
-    for row in told:
-        each = sorted(row[name] for name in apart)
+    for row in reported:
+        each = sorted(row[name] for name in separate)
         assert each[0] <= row["val_loss"] <= each[1]
     assert f"on {new}" in words_of and f"on {old}" in words_of
     words[1:3] = [str(new)]
@@ -150,10 +152,10 @@ def test_sources_are_held_out_by_name(material, tmp_path):
     paths = tuple(f"{weight}:{material.docs}/{part}*.txt" for weight, part in ((3, 0), (1, 1)))
     config = replace(data, path=paths, validation_fraction=0.2)
     loader = prepare_loader(config, None, None, 16, 4, 0, progress=False)
-    apart = loader.validation_by_source
-    assert [*apart] == [path.partition(":")[2] for path in paths]
-    assert sum(held.tokens for held in apart.values()) == loader.validation_tokens
-    found = bits_per_byte({name: 2.0 for name in apart}, apart)
+    separate = loader.validation_by_source
+    assert [*separate] == [path.partition(":")[2] for path in paths]
+    assert sum(held.tokens for held in separate.values()) == loader.validation_tokens
+    found = bits_per_byte({name: 2.0 for name in separate}, separate)
     for held in loader.held_out:  # by the files themselves, each with the end of its text
         texts = [file.read_text() for file in held.files]
         tokens = sum(len(loader.tokenizer(text)["input_ids"]) + 1 for text in texts)
@@ -166,7 +168,7 @@ def test_sources_that_are_not_told_apart_are_warned_of(material, tmp_path):
     paths = tuple(f"{weight}:{material.docs}/{part}*.txt" for weight, part in ((3, 0), (1, 1)))
     run = material.config(log={"validate_sources": True})
     one, few = "is not per source: leave it out", "fewer than two sources have validation text: set"
-    for more, told in (
+    for more, reported in (
         ({"validation": f"{material.docs}/29.txt"}, one),
         ({"validation_fraction": 0.0}, few),
         ({}, None),
@@ -174,4 +176,4 @@ def test_sources_that_are_not_told_apart_are_warned_of(material, tmp_path):
         data = replace(run.data, path=paths, **more)
         loader = prepare_loader(data, None, None, 16, 4, 0, progress=False)
         found = " ".join(warnings(resolve(replace(run, data=data), 1), loader, 0, 6))
-        assert [words for words in (one, few) if words in found] == ([told] if told else [])
+        assert [words for words in (one, few) if words in found] == ([reported] if reported else [])

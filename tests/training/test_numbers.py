@@ -106,8 +106,8 @@ def test_both_are_named_in_the_line_and_the_header():
     assert report._mfu(row) == "MFU 41.2% of datasheet peak, 55.1% of measured peak"
     assert report._mfu({"mfu_measured": 0.551}) == "MFU 55.1% of measured peak"
     assert "104.0% of measured peak (which was measured" in report._mfu({"mfu_measured": 1.04})
-    told = report.describe_mfu(replace(RunConfig(), model=RECIPES["llama-8b"]().model))
-    assert told == (
+    reported = report.describe_mfu(replace(RunConfig(), model=RECIPES["llama-8b"]().model))
+    assert reported == (
         "of 45.43 GFLOP per token, attention to the keys that queries see; with all keys, as "
         "torchtitan counts, 45.83: 1.009 times the MFU"
     )
@@ -145,8 +145,8 @@ def test_a_run_of_several_ranks_divides_by_all_of_them(found, material, tmp_path
     monkeypatch.setattr(hooks, "time", clock)
     scale = SimpleNamespace(dynamic=False)
     state = SimpleNamespace(step=1, tokens=640, scale=scale)
-    told = dict(loss=1.0, grad_norm=1.0, lr=1.0, router={}, objective={}, critic=None)
-    made.log(state, SimpleNamespace(**told))
+    reported = dict(loss=1.0, grad_norm=1.0, lr=1.0, router={}, objective={}, critic=None)
+    made.log(state, SimpleNamespace(**reported))
     assert written[0]["tokens_per_second"] == 320
     assert written[0]["mfu_measured"] == pytest.approx(320 * FLOPS / MEASURED / 4, rel=1e-12)
     assert written[0]["seconds"] == 10 and "skipped_steps" not in written[0]
@@ -249,7 +249,7 @@ def test_router_numbers_by_their_definition():
     windows = torch.randint(300, (4, length + 1), generator=torch.Generator().manual_seed(0))
     still = OptimizerConfig(lr=0.0, schedule="constant")
     state = TrainState(model, adamw(model, still), still, 1, 0, make_schedule("1f1b", 1, 2))
-    told = optimizer_step(state, Batch.from_windows(windows.numpy()), SINGLE).router
+    metrics = optimizer_step(state, Batch.from_windows(windows.numpy()), SINGLE).router
     balance, z, worst = [], [], 0.0
     for layer in logits.values():
         scores = torch.cat(layer).view(4, length, experts)
@@ -259,9 +259,9 @@ def test_router_numbers_by_their_definition():
         share, probability = chosen.mean(1) / k, scores.softmax(-1).mean(1)
         balance.append(float(experts * (share * probability).sum(-1).mean()))
         z.append(float(scores.exp().sum(-1).log().square().mean()))
-    assert told["router/max_load"] == pytest.approx(worst, rel=1e-9) and worst > 1
-    assert told["router/aux_loss"] == pytest.approx(sum(balance) / layers, rel=1e-9)
-    assert told["router/z_loss"] == pytest.approx(sum(z) / layers, rel=1e-9)
+    assert metrics["router/max_load"] == pytest.approx(worst, rel=1e-9) and worst > 1
+    assert metrics["router/aux_loss"] == pytest.approx(sum(balance) / layers, rel=1e-9)
+    assert metrics["router/z_loss"] == pytest.approx(sum(z) / layers, rel=1e-9)
 
 
 def test_bits_per_byte_of_a_held_out_end(material, tmp_path):

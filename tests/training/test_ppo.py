@@ -169,11 +169,11 @@ def test_killed_anywhere_it_goes_on_bitwise(whole, material, prompts, tmp_path, 
     assert same(tensors(whole, 9), got)
     names = "loss critic/loss rollout/reward rollout/kl_coef rollout/explained_variance".split()
     for number in (step + 1, 9):
-        told, again = (
+        metrics, again = (
             [row for row in rows(one) if row["step"] == number][-1] for one in (whole, out)
         )
-        assert {name: told[name] for name in names} == {name: again[name] for name in names}
-    assert told["rollout/kl_coef"] not in (0.1, rows(whole)[0]["rollout/kl_coef"])
+        assert {name: metrics[name] for name in names} == {name: again[name] for name in names}
+    assert metrics["rollout/kl_coef"] not in (0.1, rows(whole)[0]["rollout/kl_coef"])
 
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
@@ -363,14 +363,14 @@ def test_experts_are_replayed(material, prompts, tmp_path):
 def test_what_is_replayed_is_balanced_by_no_bias(material):
     """Which no update of a phase would follow."""
 
-    def asked(**router) -> RunConfig:
+    def requested(**router) -> RunConfig:
         said = {**ASKED, "model": SPARSE, "ppo": {}, "train": {"router": router}}
         return material.config(**{**said, "rollout": {"routing_replay": True}})
 
-    check_rollout(resolve(asked(), None))
-    check_rollout(resolve(asked(balance="bias", bias_rate=0.0), None))
+    check_rollout(resolve(requested(), None))
+    check_rollout(resolve(requested(balance="bias", bias_rate=0.0), None))
     with pytest.raises(ValueError, match="bias-rate 0.01. would adjust .*bias-rate 0"):
-        check_rollout(resolve(asked(balance="bias", bias_rate=0.01), None))
+        check_rollout(resolve(requested(balance="bias", bias_rate=0.01), None))
 
 
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
@@ -391,12 +391,12 @@ def test_a_critic_may_learn_alone_at_first(material, prompts, tmp_path):
         train={"steps": 4},
         checkpoint={"every": 2},
     )
-    begun, then = tensors(tmp_path / "run", 2), tensors(tmp_path / "run", 4)
+    started, then = tensors(tmp_path / "run", 2), tensors(tmp_path / "run", 4)
 
     def learned(at: dict[str, torch.Tensor], kind: str) -> bool:
         return any(tensor.any() for name, tensor in at.items() if name.startswith(f"{kind}/"))
 
-    assert learned(begun, "critic.exp_avg") and not learned(begun, "exp_avg")
+    assert learned(started, "critic.exp_avg") and not learned(started, "exp_avg")
     assert learned(then, "exp_avg")
     assert all("skipped_steps" not in row for row in rows(tmp_path / "run"))
 
@@ -413,19 +413,19 @@ def mixed(material, prompts, tmp_path_factory):
 def test_text_beside_is_learned(mixed, whole, material, prompts, tmp_path):
     """It becomes likelier than in a run without, and another batch of it is read in each step."""
     found = rows(mixed)
-    told = [row["objective/pretraining_loss"] for row in found]
-    assert told[-1] < told[0] - 0.5 and len(set(told)) == 6
+    reported = [row["objective/pretraining_loss"] for row in found]
+    assert reported[-1] < reported[0] - 0.5 and len(set(reported)) == 6
     # before anything is learned the policy's loss is the same
     alone = rows(whole)[0]["loss"]
-    assert found[0]["loss"] == pytest.approx(alone + 2 * told[0], rel=1e-6)
+    assert found[0]["loss"] == pytest.approx(alone + 2 * reported[0], rel=1e-6)
 
 
 def test_each_rank_reads_its_own_text(material):
     """Of the rank's place in dp."""
-    asked = []
+    calls = []
 
     def batch(*place):
-        asked.append(place)
+        calls.append(place)
         return Batch(torch.zeros(1, 4, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int64))
 
     text = SimpleNamespace(description=Description(""), identity={}, batch=batch)
@@ -437,7 +437,7 @@ def test_each_rank_reads_its_own_text(material):
         run, loader, SimpleNamespace(dp=SimpleNamespace(rank=1, size=2))
     )
     found.batch(3)
-    assert asked == [(3, 1, 2)] and found.coefficient == 2.0
+    assert calls == [(3, 1, 2)] and found.coefficient == 2.0
 
 
 def test_prompts_and_text_of_one_name_are_told_apart():
@@ -537,7 +537,7 @@ def test_two_models_learn_at_every_layout_as_on_one_process(
 @pytest.mark.spawn
 @pytest.mark.slow
 def test_what_no_run_of_ppo_can_be_is_refused(material, prompts, tmp_path):
-    def asked(*more):
+    def requested(*more):
         return dolmen(
             *("train", "ppo", "--init", material.model, "--out", tmp_path / "no"),
             *("--train.device", "cpu", "--data.path", prompts / "prompts.jsonl"),
@@ -561,6 +561,6 @@ def test_what_no_run_of_ppo_can_be_is_refused(material, prompts, tmp_path):
         (("--critic.init", tmp_path / "other"), "vocab_size of 310, but the model has 300"),
         (("--critic.init", tmp_path / "wider"), "another shape than the model (intermediate_size"),
     ):
-        found = asked(*words)
+        found = requested(*words)
         assert found.code == 2 and why in found.words, found.words
     assert not (tmp_path / "no").exists()

@@ -61,7 +61,7 @@ def test_the_trace_is_of_one_step_and_its_events_are_nested(done):
 
 
 def test_the_table_adds_up_to_the_step_and_is_told(done):
-    out, told = done
+    out, metrics = done
     table = json.loads((out / "profile/step-3/table.json").read_text())
     (rank,) = table["ranks"]
     assert (table["step"], rank["rank"], rank["stage"]) == (3, 0, 0)
@@ -84,7 +84,7 @@ def test_the_table_adds_up_to_the_step_and_is_told(done):
     assert 0 < rank["recomputed"] < rank["seconds"]
     text = (out / "profile/step-3/table.txt").read_text()
     kinds, operators = text.split("\n\n", 1)
-    assert all(line in told for line in kinds.splitlines()) and "matrix products" in kinds
+    assert all(line in metrics for line in kinds.splitlines()) and "matrix products" in kinds
     assert "aten::mm" in operators and "Self CPU" in operators
 
 
@@ -154,9 +154,9 @@ def test_the_first_step_and_one_that_fails(tmp_path):
 
 def test_the_other_ranks_of_a_stage_write_nothing(tmp_path, monkeypatch):
     mesh = replace(SINGLE, dp=Axis("dp", 2, 1), world=Axis("world", 2, 1))
-    told = []
+    messages = []
     monkeypatch.setattr(
-        profile.consensus, "gather_objects", lambda mine: told.append(mine) or [mine]
+        profile.consensus, "gather_objects", lambda mine: messages.append(mine) or [mine]
     )
     monkeypatch.setattr(profile, "_least", lambda took, mesh: {})
     made = profile.Profile(1, mesh, tmp_path)
@@ -164,7 +164,7 @@ def test_the_other_ranks_of_a_stage_write_nothing(tmp_path, monkeypatch):
         torch.ones(3).add(1)
     assert (
         made.write(lambda seconds: {}) == []
-        and told == [(None, 1, [])]
+        and messages == [(None, 1, [])]
         and not list(tmp_path.iterdir())
     )
 
@@ -222,11 +222,11 @@ def test_it_is_written_through_no_link(tmp_path, name):
     elsewhere.mkdir()
     (run / name).parent.mkdir(parents=True)
     (run / name).symlink_to(elsewhere)
-    told = recorded(run).write(lambda seconds: {})
-    assert told[-1] == f"{NOT}{run / name}: it is a link or a file, not a folder"
+    reported = recorded(run).write(lambda seconds: {})
+    assert reported[-1] == f"{NOT}{run / name}: it is a link or a file, not a folder"
     (run / name).unlink()
     (run / name).write_text("mine")
-    assert recorded(run).write(lambda seconds: {})[-1] == told[-1]
+    assert recorded(run).write(lambda seconds: {})[-1] == reported[-1]
     assert not list(elsewhere.iterdir()) and (run / name).read_text() == "mine"
 
 

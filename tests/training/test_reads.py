@@ -198,10 +198,10 @@ def test_the_watch_sees_what_waits():
 def test_a_signal_is_told_with_the_other_numbers(monkeypatch):
     state = made(Case(1), SINGLE, monkeypatch)
     done = []
-    told = optimizer_step(
+    metrics = optimizer_step(
         state, batch(), SINGLE, lambda: 15 if len(done) == 4 else 2, done.append
     )  # F0 B0 F1 B1: asked when all is queued
-    assert told.signal == 15 and optimizer_step(state, batch(), SINGLE).signal == 0
+    assert metrics.signal == 15 and optimizer_step(state, batch(), SINGLE).signal == 0
 
 
 def test_the_signal_is_the_largest_of_all_ranks(monkeypatch):
@@ -219,11 +219,11 @@ def test_the_signal_is_the_largest_of_all_ranks(monkeypatch):
 def test_one_kernel_and_a_loop_are_the_same_step(monkeypatch):
     """fp32, to the rounding of a product: grouped_mm adds in another order."""
 
-    def told(kernels: Kernels) -> list[StepMetrics]:
+    def reported(kernels: Kernels) -> list[StepMetrics]:
         state = made(Case(1, SPARSE, kernels=kernels), SINGLE, monkeypatch)
         return [optimizer_step(state, batch(i), SINGLE) for i in range(3)]
 
-    for one, other in zip(told(Kernels()), told(KERNEL), strict=True):
+    for one, other in zip(reported(Kernels()), reported(KERNEL), strict=True):
         assert one.loss == pytest.approx(other.loss, rel=1e-6)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=1e-5)
         assert one.router == pytest.approx(other.router, rel=1e-5)

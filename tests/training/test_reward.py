@@ -100,8 +100,8 @@ def test_a_run_and_its_scores(start, tmp_path):
     again = dolmen(*options(start, out, "--train.steps", 14, "--resume"))
     assert again.code == 0, again.err
     sft = ("train", "pretrain", "--init", out / "hf", "--data.path", material_docs(start))
-    told = dolmen(*sft, "--out", tmp_path / "c2", "--data.cache", start / "cache")
-    assert told.code == 2 and "has a scalar head (a reward model)" in told.words
+    result = dolmen(*sft, "--out", tmp_path / "c2", "--data.cache", start / "cache")
+    assert result.code == 2 and "has a scalar head (a reward model)" in result.words
 
 
 def material_docs(start):
@@ -111,7 +111,7 @@ def material_docs(start):
 
 
 @pytest.mark.parametrize(
-    "more, told",
+    "more, message",
     [
         (("--train.global-batch-size", 3), "a pair is two sequences"),
         (("--data.rows", "chats"), "do not fit together"),
@@ -123,9 +123,9 @@ def material_docs(start):
         (("--finish.export", "--finish.sample", "x"), "a reward model has a scalar head"),
     ],
 )
-def test_what_is_refused(start, tmp_path, more, told):
+def test_what_is_refused(start, tmp_path, more, message):
     found = dolmen(*options(start, tmp_path / "a", *more))
-    assert found.code == 2 and told in found.words, found.err
+    assert found.code == 2 and message in found.words, found.err
     assert not (tmp_path / "a").exists()
 
 
@@ -149,10 +149,10 @@ def test_calibration():
     right.
     """
     none = dict.fromkeys([f"{kind} {i}" for kind in ("sure", "right") for i in range(10)], 0.0)
-    told = {**none, "sure 0": 0.5, "right 0": 0.25, "sure 9": 0.5, "right 9": 0.5}
-    found = evaluate.Calibration.from_metrics(told)
+    reported = {**none, "sure 0": 0.5, "right 0": 0.25, "sure 9": 0.5, "right 9": 0.5}
+    found = evaluate.Calibration.from_metrics(reported)
     assert found.error == pytest.approx(0.5 * (0.525 - 0.5) + 0.5 * (1 - 0.975))
-    assert evaluate.without_bins({**told, "accuracy": 0.75}) == {"accuracy": 0.75}
+    assert evaluate.without_bins({**reported, "accuracy": 0.75}) == {"accuracy": 0.75}
 
 
 def test_options_of_rewards():

@@ -80,13 +80,13 @@ def test_initial_values_are_normal_with_the_std_of_their_site(model):
 
 def test_no_two_matrices_are_alike():
     """Of a model, of its experts and of two seeds: correlation within five standard errors."""
-    drawn = {}
+    sampled = {}
     for seed in (0, 1):
         for name, x in values("experts", seed).items():
             if x.dim() > 1:
                 for i, matrix in enumerate(x if x.dim() == 3 else [x]):
-                    drawn[seed, name, i] = matrix.flatten()
-    for (one, a), (other, b) in itertools.combinations(drawn.items(), 2):
+                    sampled[seed, name, i] = matrix.flatten()
+    for (one, a), (other, b) in itertools.combinations(sampled.items(), 2):
         n = min(len(a), len(b))
         correlation = float(a[:n] @ b[:n] / (a[:n].norm() * b[:n].norm()))
         assert abs(correlation) < 5 / math.sqrt(n), f"{one} and {other}: {correlation:.3f}"

@@ -27,9 +27,9 @@ def _other_text(material, folder) -> list[str]:
         said = "trained"
     except Unusable as error:
         said = str(error)
-    told: list = [None, None]
-    dist.all_gather_object(told, said)
-    return told
+    reported: list = [None, None]
+    dist.all_gather_object(reported, said)
+    return reported
 
 
 def test_ranks_that_find_other_text_are_told(material, tmp_path):

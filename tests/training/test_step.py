@@ -101,14 +101,14 @@ def test_clipping(updates, clip):
     """A norm over `clip` is scaled to it, one under it is left alone, 0 leaves all alone; what is
     told is the norm before.
     """
-    told = update(make(SINGLE, clip=clip), batch(), SINGLE, 2)
+    metrics = update(make(SINGLE, clip=clip), batch(), SINGLE, 2)
     assert (
-        told.grad_norm > 0.5
-        and not told.skipped
-        and told.lr == 1e-2
-        and told.tokens == ROWS * LENGTH
+        metrics.grad_norm > 0.5
+        and not metrics.skipped
+        and metrics.lr == 1e-2
+        and metrics.tokens == ROWS * LENGTH
     )
-    assert updates == [pytest.approx(0.25 if clip == 0.25 else told.grad_norm, rel=1e-5)]
+    assert updates == [pytest.approx(0.25 if clip == 0.25 else metrics.grad_norm, rel=1e-5)]
 
 
 def test_gradients_do_not_outlive_their_step():
@@ -140,11 +140,11 @@ def test_the_loss_is_of_real_tokens():
     want.backward()
     norm = torch.cat([p.grad.flatten() for p in state.model.parameters()]).double().norm().item()
     for size in (1, 2, 4):
-        told = update(make(SINGLE), few, SINGLE, size)
+        metrics = update(make(SINGLE), few, SINGLE, size)
         assert (
-            told.tokens == 13
-            and told.loss == pytest.approx(want.item(), rel=1e-6)
-            and told.grad_norm == pytest.approx(norm, rel=1e-5)
+            metrics.tokens == 13
+            and metrics.loss == pytest.approx(want.item(), rel=1e-6)
+            and metrics.grad_norm == pytest.approx(norm, rel=1e-5)
         )
     with pytest.raises(ValueError, match="step 0: no token of the global batch has a loss"):
         update(state, Batch(whole.tokens, torch.full_like(whole.labels, IGNORED)), SINGLE, 4)
@@ -160,11 +160,11 @@ def test_a_step_that_is_not_finite_changes_nothing(bad):
     update(state, batch(), SINGLE, 4)
     before = values(state)
     hook = state.model.layers["1"].mlp.up.weight.register_hook(lambda g: g + bad)
-    told = update(state, batch(), SINGLE, 4)
+    metrics = update(state, batch(), SINGLE, 4)
     hook.remove()
     assert (
-        told.skipped
-        and not math.isfinite(told.grad_norm)
+        metrics.skipped
+        and not math.isfinite(metrics.grad_norm)
         and same(before, values(state))
         and state.step == 2
     )
@@ -212,9 +212,9 @@ def test_half_precision_over_fp32_masters(alone, dtype, rounding):
     """
     want, half = make(alone, lr=1e-6), make(alone, dtype=dtype, lr=1e-6)
     before = values(half)
-    told, told_want = (update(s, batch(), alone, 2) for s in (half, want))
-    assert rounding / 1000 < abs(told.loss / told_want.loss - 1) < rounding
-    assert rounding / 1000 < abs(told.grad_norm / told_want.grad_norm - 1) < 4 * rounding
+    metrics, told_want = (update(s, batch(), alone, 2) for s in (half, want))
+    assert rounding / 1000 < abs(metrics.loss / told_want.loss - 1) < rounding
+    assert rounding / 1000 < abs(metrics.grad_norm / told_want.grad_norm - 1) < 4 * rounding
     after = values(half)
     assert {t.dtype for t in after.values()} == {torch.float32}
     weight = "layers.0.mlp.up.weight"
@@ -241,9 +241,9 @@ def overflow_on_one_rank():
         state.scale = LossScale(True, 8.0)
         update(state, batch(mesh), mesh, 2)
         before = values(state)
-        told = update(state, batch(mesh, 1), mesh, ROWS // dp, observe=spoil)
+        metrics = update(state, batch(mesh, 1), mesh, ROWS // dp, observe=spoil)
         found = (
-            told.skipped,
+            metrics.skipped,
             state.scale.value,
             same(before, values(state)),
             update(state, batch(mesh, 2), mesh, 2).skipped,

@@ -81,34 +81,36 @@ def passes(monkeypatch):
 
 
 def test_a_main_thread_that_sleeps_is_told_with_its_stack(tmp_path, passes):
-    told = []
-    watch = Watch(tmp_path / "hang", 0, 1, 0.2, told.append)
+    messages = []
+    watch = Watch(tmp_path / "hang", 0, 1, 0.2, messages.append)
     with watch.watching():
         for step in range(4):  # progress, slower than a tick and faster than the limit
             watch.beat(step, "a step")
             passes(watch, 0.15)
         assert (
-            not told
+            not messages
             and json.loads((tmp_path / "hang" / "rank-0.json").read_text())["phase"] == "a step"
         )
         passes(watch, 1.0)
-        until(lambda: told)
-    assert len(told) == 1 and "hangs after step 3, in a step: it makes no progress" in told[0]
+        until(lambda: messages)
     assert (
-        "test_a_main_thread_that_sleeps_is_told_with_its_stack" in told[0]
-        and "0 of 1 ranks are waiting for it" in told[0]
+        len(messages) == 1 and "hangs after step 3, in a step: it makes no progress" in messages[0]
+    )
+    assert (
+        "test_a_main_thread_that_sleeps_is_told_with_its_stack" in messages[0]
+        and "0 of 1 ranks are waiting for it" in messages[0]
     )
     assert "Current thread" in (tmp_path / "hang" / "rank-0.txt").read_text()
 
 
 def test_start_up_has_longer_and_nothing_is_left(tmp_path, passes):
-    told = []
-    with Watch(tmp_path / "hang", 0, 1, 0.1, told.append).watching() as watch:
+    messages = []
+    with Watch(tmp_path / "hang", 0, 1, 0.1, messages.append).watching() as watch:
         for _ in range(5):
             passes(watch, 0.12)
         assert watch.thread.is_alive()
-    assert not told and not (tmp_path / "hang").exists()
-    with Watch(tmp_path / "hang", 0, 1, None, told.append).watching() as watch:
+    assert not messages and not (tmp_path / "hang").exists()
+    with Watch(tmp_path / "hang", 0, 1, None, messages.append).watching() as watch:
         watch.beat(0, "a step")
     assert not (tmp_path / "hang").exists()
 

@@ -53,8 +53,8 @@ def tokenizers(vocabularies, tmp_path_factory):
         if kind not in made:
             old, new = folder / f"old-{kind}", folder / f"merged-{kind}"
             train(VocabTrainConfig(SIZE, kind, str(old), VocabText((str(both),))), progress=False)
-            asked = VocabMergeConfig(str(old), str(vocabularies("zh", kind)), str(new))
-            merge(asked, progress=False)
+            config = VocabMergeConfig(str(old), str(vocabularies("zh", kind)), str(new))
+            merge(config, progress=False)
             made[kind] = old, new
         return made[kind]
 
@@ -100,12 +100,12 @@ def test_an_extended_model_is_the_same_of_old_tokens(
     size = len(made)
     assert (done.old, done.tokens) == (SIZE, size)
     assert after.config.vocab_size == done.rows == max(SIZE + padding, size)
-    told = before.config.to_dict() | {"vocab_size": done.rows}
+    reported = before.config.to_dict() | {"vocab_size": done.rows}
     found = after.config.to_dict()
     for field in ("_name_or_path", "architectures", "transformers_version", "dtype"):
-        told.pop(field, None)
+        reported.pop(field, None)
         found.pop(field, None)
-    assert found == told, "and nothing else of config.json"
+    assert found == reported, "and nothing else of config.json"
     ids = torch.randint(SIZE, (2, 50), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         one, other = before(ids).logits[..., :SIZE], after(ids).logits[..., :SIZE]
@@ -155,8 +155,8 @@ def test_other_rows_are_random_or_zero(tokenizers, tmp_path, init):
     before = model_of(tmp_path / "model", "llama", SIZE, old, tie_word_embeddings=False)
     for number, seed in enumerate((0, 0, 1)):
         to = tmp_path / f"to{number}"
-        asked = VocabExtendConfig(str(tmp_path / "model"), str(merged), str(to), init, seed)
-        extend(asked, progress=False)
+        config = VocabExtendConfig(str(tmp_path / "model"), str(merged), str(to), init, seed)
+        extend(config, progress=False)
     made = [open_source(tmp_path / f"to{number}") for number in range(3)]
     for name in ("embed.weight", "head.weight"):
         rows = [source.read(name)[SIZE:] for source in made]
@@ -177,16 +177,16 @@ def test_the_report_has_losses_per_byte_before_and_after(tokenizers, tmp_path):
     (tmp_path / "held.txt").write_text(CHINESE[:300], encoding="utf-8")
     text = VocabText((str(tmp_path / "held.txt"),))
     to = tmp_path / "to"
-    asked = VocabExtendConfig(str(tmp_path / "model"), str(merged), str(to), data=text, window=48)
-    done = extend(asked, progress=False)
+    config = VocabExtendConfig(str(tmp_path / "model"), str(merged), str(to), data=text, window=48)
+    done = extend(config, progress=False)
     size = len(CHINESE[:300].encode())
     assert done.before and done.after
-    for model, folder, told in (
+    for model, folder, reported in (
         (before, old, done.before),
         (transformers.AutoModelForCausalLM.from_pretrained(to), to, done.after),
     ):
         tokens = load_tokenizer(str(folder))(CHINESE[:300], add_special_tokens=False)["input_ids"]
-        assert told.counts.tokens == len(tokens) and told.counts.bytes == size
+        assert reported.counts.tokens == len(tokens) and reported.counts.bytes == size
         nats = 0.0
         with torch.no_grad():
             for window in torch.tensor(tokens).split(48):
@@ -194,17 +194,18 @@ def test_the_report_has_losses_per_byte_before_and_after(tokenizers, tmp_path):
                 nats += torch.nn.functional.cross_entropy(
                     logits, window[1:], reduction="sum"
                 ).item()
-        assert told.loss_per_byte == pytest.approx(nats / size, rel=1e-5)
+        assert reported.loss_per_byte == pytest.approx(nats / size, rel=1e-5)
         bits = nats / size / math.log(2)
-        assert told.bits_per_byte == pytest.approx(bits, rel=1e-5)
-        assert f"loss {told.loss_per_byte:.6f} per byte ({told.bits_per_byte:.6f} bits)" in str(
-            told
+        assert reported.bits_per_byte == pytest.approx(bits, rel=1e-5)
+        assert (
+            f"loss {reported.loss_per_byte:.6f} per byte ({reported.bits_per_byte:.6f} bits)"
+            in str(reported)
         )
-        assert told.counts.characters == 300
+        assert reported.counts.characters == 300
         per_token = (
             f"{300 / len(tokens):.3f} characters and {size / len(tokens):.3f} bytes per token"
         )
-        assert per_token in str(told)
+        assert per_token in str(reported)
     lines = done.lines()
     assert lines[-2:] == [f"before: {done.before}", f"after:  {done.after}"]
     assert json.loads((to / "extended.json").read_text())["old_tokens"] == SIZE
@@ -217,8 +218,8 @@ def test_a_model_in_half_precision_keeps_its_dtype_and_its_generation_config(tok
     with contextlib.redirect_stderr(io.StringIO()):
         before.to(torch.bfloat16).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(generation))
-    asked = VocabExtendConfig(str(tmp_path / "model"), str(merged), str(tmp_path / "to"))
-    extend(asked, progress=False)
+    config = VocabExtendConfig(str(tmp_path / "model"), str(merged), str(tmp_path / "to"))
+    extend(config, progress=False)
     source = open_source(tmp_path / "to")
     assert {spec.dtype for spec in source.specs.values()} == {torch.bfloat16}
     assert source.generation_config == generation
@@ -237,9 +238,9 @@ def test_what_is_no_larger_tokenizer_of_the_model_is_refused(tokenizers, vocabul
     model_of(tmp_path / "model", "llama", SIZE, old)
 
     def refused(model, tokenizer):
-        asked = VocabExtendConfig(str(model), str(tokenizer), str(tmp_path / "to"))
+        config = VocabExtendConfig(str(model), str(tokenizer), str(tmp_path / "to"))
         with pytest.raises(ValueError) as error:
-            extend(asked, progress=False)
+            extend(config, progress=False)
         assert not (tmp_path / "to").exists()
         return str(error.value)
 

@@ -199,8 +199,8 @@ def test_added_tokens_beside_a_bare_model_keep_their_ids(vocabularies, tmp_path)
 def test_held_out_text_is_counted(vocabularies, corpora, tmp_path):
     text = VocabText((str(corpora / "zh.txt"),))
     base, new = vocabularies("en", "bpe"), vocabularies("zh", "bpe")
-    asked = VocabMergeConfig(str(base / "tokenizer.model"), str(new), str(tmp_path / "to"), text)
-    done = merge(asked, progress=False)
+    config = VocabMergeConfig(str(base / "tokenizer.model"), str(new), str(tmp_path / "to"), text)
+    done = merge(config, progress=False)
     assert done.before and done.after
     assert done.before.characters == done.after.characters == len(CHINESE)
     assert done.before.bytes == len(CHINESE.encode())

@@ -65,8 +65,8 @@ def test_text_comes_from_any_source_and_is_drawn_within_bytes(tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_that_has_not_so_many_tokens_is_refused(corpora, tmp_path, kind):
     text, to = VocabText((str(corpora / "zh.txt"),)), tmp_path / "to"
-    for size, told in ((200_000, "bytes of text are too few for"), (2600, "use --size ")):
-        with pytest.raises(ValueError, match=f"--size is {size:,}, but .*{told}"):
+    for size, reported in ((200_000, "bytes of text are too few for"), (2600, "use --size ")):
+        with pytest.raises(ValueError, match=f"--size is {size:,}, but .*{reported}"):
             train(VocabTrainConfig(size, kind, str(to), text), progress=False)
     if kind != "byte-bpe":
         with pytest.raises(ValueError, match="single bytes and characters of the text need"):
@@ -76,9 +76,9 @@ def test_a_text_that_has_not_so_many_tokens_is_refused(corpora, tmp_path, kind):
 
 def test_what_is_no_text_is_refused(tmp_path):
     def refused(*paths, **other):
-        asked = {"size": 300, "kind": "bpe", "to": str(tmp_path / "to")} | other
+        request = {"size": 300, "kind": "bpe", "to": str(tmp_path / "to")} | other
         with pytest.raises((ValueError, FileNotFoundError)) as error:
-            train(VocabTrainConfig(data=VocabText(paths), **asked), progress=False)
+            train(VocabTrainConfig(data=VocabText(paths), **request), progress=False)
         assert not (tmp_path / "to").exists()
         return str(error.value)
 

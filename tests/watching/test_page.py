@@ -57,10 +57,10 @@ def make_run(folder: Path, steps: int = 40, name: str = "one") -> Path:
     rows += [row(steps, loss=None, grad_norm=None, skipped_steps=1)]
     held = [{"step": s, "val_loss": 3.0, "val_tokens": 9, "time": 1e9} for s in (10, steps)]
     (folder / "metrics.jsonl").write_text(lines([*rows[:10], held[0], *rows[10:], held[1]]))
-    begun = {"steps": steps, "processes": 4, "device": "CPU", "parameters": 1234}
+    started = {"steps": steps, "processes": 4, "device": "CPU", "parameters": 1234}
     load = {"0": [0.5, 1.5, 1.0, 1.0], "2": [2.5, 0.5, 0.5, 0.5]}
     history = [
-        {"step": 0, "time": 1e9, "begun": "new", "changed": [], "reached": 0, **begun},
+        {"step": 0, "time": 1e9, "begun": "new", "changed": [], "reached": 0, **started},
         {"step": 20, "time": 1e9, "saved": True},
         {
             "step": 20,
@@ -68,7 +68,7 @@ def make_run(folder: Path, steps: int = 40, name: str = "one") -> Path:
             "begun": "restarted",
             "changed": [HOSTILE],
             "reached": 27,
-            **begun,
+            **started,
         },
         {"step": 30, "time": 2e9, "memory_gib": [1.0, 1.25, 1.5, 1.0], "router_load": load},
         {"step": steps, "time": 2e9, "saved": True},
@@ -101,9 +101,9 @@ def test_the_page_is_whole_and_has_what_the_files_say(tmp_path):
     first, second = data["runs"]
     assert [run["label"] for run in data["runs"]] == ["one", "two"] and first["refused"] == []
     facts = dict(first["facts"])
-    told = {"mean reward": "0.5000", "completion length": "12.2 tokens"}
-    told["finished completions"] = "75.0%"
-    assert [*first["facts"][:3]] == [[*fact] for fact in told.items()]
+    reported = {"mean reward": "0.5000", "completion length": "12.2 tokens"}
+    reported["finished completions"] = "75.0%"
+    assert [*first["facts"][:3]] == [[*fact] for fact in reported.items()]
     assert [group.heading for group in GROUPS][:2] == ["Rollouts", "Loss"]
     assert facts["layout"] == "dp 4" and facts["steps"] == "40 of 40"
     assert facts["state"] == "done, 2 starts" and facts["skipped steps"] == "1"
