@@ -38,7 +38,7 @@ if not __package__:  # run as a file: Python then looks for `benchmarks` beside 
 from benchmarks.agents import KINDS as KINDS_OF_EVENTS
 from benchmarks.agents import RENDEZVOUS, Cluster, Event, disturb
 from benchmarks.killing import Kills, kill_one, logged, workers
-from dolmen.checkpoint.reader import locate, open_checkpoint
+from dolmen.checkpoint.reader import Checkpoint, locate
 from dolmen.data.tokenizer import train_bpe
 
 KINDS = ("start-up", "step", "save")
@@ -142,7 +142,7 @@ def start(
 
 
 def tensors(out: Path) -> dict[str, torch.Tensor]:
-    saved = open_checkpoint(locate(out))
+    saved = Checkpoint(locate(out))
     return {name: saved.read(name) for name in saved.specs}
 
 

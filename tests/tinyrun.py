@@ -28,7 +28,7 @@ import yaml
 from matplotlib.figure import Figure
 
 import dolmen as package
-from dolmen.checkpoint.reader import open_checkpoint
+from dolmen.checkpoint.reader import Checkpoint
 from dolmen.cli import main
 from dolmen.core.config import from_dict
 from dolmen.data.tokenizer import train_bpe
@@ -254,7 +254,7 @@ def steps(out: Path) -> list[int]:
 
 def tensors(out: Path, step: int) -> dict[str, torch.Tensor]:
     """Every tensor of one checkpoint, whole."""
-    saved = open_checkpoint(out / "checkpoints" / f"step-{step:08d}")
+    saved = Checkpoint(out / "checkpoints" / f"step-{step:08d}")
     return {name: saved.read(name) for name in saved.specs}
 
 

@@ -98,11 +98,12 @@ def diff(
     second: str | Path = comparison.THEIRS,
     **options: Any,
 ) -> DiffReport:
-    """`dolmen diff FIRST SECOND`: find the first tensor that differs between two computations of a
-    model, by default dolmen's and transformers'. `options` are those of the command: `a` and `b`
-    set how each side is computed, `optimizer` the update, as mappings. `report.ok` is True if they
-    agree, `report.first` is the first difference, `print(report)` explains both. Raises ValueError
-    on bad input, RuntimeError if a worker process of a layout fails.
+    """Find the first tensor that differs between two computations of a model (weights, activations,
+    gradients, an AdamW update, in this order), by default dolmen's and transformers', as `dolmen
+    diff FIRST SECOND` does. `options` are those of the command: `a` and
+    `b` set how each side is computed, `optimizer` the update, as mappings. `report.ok` is True if
+    they agree, `report.first` is the first difference, `print(report)` explains both. Raises
+    ValueError on bad input, RuntimeError if a worker process of a layout fails.
 
         print(dolmen.diff("path/to/model", a={"layout": {"tp": 2}, "dtype": "bfloat16"}))
     """

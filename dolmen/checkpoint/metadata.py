@@ -92,7 +92,7 @@ def compare(checksum: int, expected: int, name: str) -> None:
 
 MOST = 1024 * MIB
 """Most bytes of a description; one of 140,000 tensors in 8 parts has 200 MB."""
-MEGATRON = ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata")
+
 KINDS = (TensorStorageMetadata, BytesStorageMetadata)
 
 
@@ -100,7 +100,7 @@ class _Skipped:
     """Stand-in for classes of a cached save plan: takes any arguments and does nothing."""
 
     def __init__(self, *args: object) -> None:
-        pass
+        """Ignore all arguments."""
 
 
 OWN: dict[tuple[str, str], Any] = {
@@ -134,8 +134,9 @@ the path that it was saved to, and cached save plans (`all_local_plans`), which 
 
 
 def read_metadata(seal: Seal) -> Metadata:
-    """Read and check DCP's description (.metadata) of a sealed checkpoint. Raises Damaged where it
-    is missing, damaged, or describes anything but tensors.
+    """Return DCP's description of a checkpoint (the pickle .metadata), read without running code
+    from it and checked: tensors with chunks that lie inside them, each with a place in a file of
+    the folder. Raises Damaged where it is missing, not as sealed, or describes anything else.
     """
     path = seal.folder / METADATA
     content = seal.read(METADATA)
@@ -208,9 +209,9 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def _check_tensors(stored: dict[str, TensorStorageMetadata]) -> None:
-    """Raise TypeError or ValueError unless the chunks of each tensor lie inside it and have as
-    many elements in total. Overlapping chunks are found when a tensor is read: checking all here
-    would take quadratic time.
+    """Raise TypeError or ValueError unless each tensor (name -> DCP's description) has a known
+    dtype, and chunks that lie inside it and have as many elements in total. Overlapping chunks are
+    found when a tensor is read: checking all here would take quadratic time.
     """
     for name, t in stored.items():
         if type(name) is not str or type(t.properties) is not TensorProperties:
@@ -231,7 +232,9 @@ def _check_tensors(stored: dict[str, TensorStorageMetadata]) -> None:
 
 
 def _check_size(name: str, size: torch.Size, most: torch.Size) -> None:
-    """Raise unless `size` is a torch.Size with the dims of `most`, each between 0 and that."""
+    """Raise TypeError or ValueError, naming the tensor `name`, unless `size` is a torch.Size with
+    as many dims as `most`, each between 0 and that of `most`.
+    """
     if type(size) is not torch.Size or len(size) != len(most):
         raise TypeError(f"{name} has a size that is not one")
     if not all(0 <= n <= m for n, m in zip(size, most, strict=True)):

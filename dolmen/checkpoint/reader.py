@@ -339,13 +339,6 @@ class Checkpoint:
                 yield name.removeprefix(f"{kind}/"), self.read(name)
 
 
-def open_checkpoint(folder: Path) -> Checkpoint:
-    """Return the opened checkpoint in a step folder, without reading tensors. Raises Damaged where
-    it is damaged or unsafe to read.
-    """
-    return Checkpoint(Path(folder))
-
-
 def locate(path: Path) -> Path:
     """Return the step folder of a checkpoint that `path` stands for: itself if it is one, else the
     newest complete one in it, a run's folder or a folder of checkpoints. Raises ValueError where

@@ -150,7 +150,9 @@ def read_sealed(folder: Path) -> tuple[Seal, dict]:
 
 
 def _read(path: Path, most: int) -> bytes:
-    """Read a file of at most `most` bytes. Raises Damaged where it is missing or larger."""
+    """Return the content of a file of at most `most` bytes. Raises Damaged where it is missing or
+    larger.
+    """
     try:
         return gate.read_bytes(path, most)
     except gate.Refused as error:

@@ -262,8 +262,9 @@ class Writer(FileSystemWriter):
         return write_results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write .metadata, state.json and the seal, upload them, rename the folder to its final
-        name, and delete old checkpoints; called on rank 0 after all ranks have written.
+        """Complete the checkpoint: write .metadata, state.json and the seal, upload them if there
+        is a URL, rename the folder to its final name, and delete old checkpoints, here and at the
+        URL. DCP calls it on rank 0 after all ranks have written; `results`: of each rank's writes.
         """
         with explain_write_errors(self.partial):
             super().finish(metadata, results)

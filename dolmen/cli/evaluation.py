@@ -7,7 +7,6 @@ dolmen verify SOURCE [--against SOURCE2]    a short form; where the models diffe
 """
 
 import sys
-from functools import partial
 
 from dolmen.comparison.config import DiffConfig, DiffWork
 from dolmen.comparison.diff import THEIRS, diff, work
@@ -84,7 +83,7 @@ def run_diff(options: DiffConfig | DiffWork) -> int:
     DiffWork, this process is such a worker: it computes one of the two sides. Raises BadInput.
     """
     if isinstance(options, DiffWork):  # a worker process that this verb has started
-        return process.run_worker(partial(_diff_worker, options))
+        return process.run_worker(lambda: work(options) or 0)
     try:
         with as_bad_input():
             write.check_json(options.json)
@@ -98,12 +97,6 @@ def run_diff(options: DiffConfig | DiffWork) -> int:
     with as_bad_input():
         write.save_json(report.as_dict(), options.json, indent=2)
     return 0 if report.ok else 1
-
-
-def _diff_worker(options: DiffWork) -> int:
-    """Compute one of the two sides of `dolmen diff` in this worker process. Returns 0."""
-    work(options)
-    return 0
 
 
 def run_verify(options: VerifyConfig) -> int:

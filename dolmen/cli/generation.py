@@ -177,8 +177,8 @@ class CompletionPrinter:
     """
 
     def __init__(self, texts: Sequence[Detokenizer], prompts: Sequence[str], visible: bool):
-        """`texts`: a detokenizer for each of `prompts`. `visible`: False on ranks that print
-        nothing.
+        """Prepare to print the completions of `prompts`. `texts`: a detokenizer for each of them;
+        `visible`: False on ranks that print nothing.
         """
         self.texts, self.prompts, self.visible = texts, prompts, visible
 

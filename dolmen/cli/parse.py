@@ -50,7 +50,7 @@ class Option:
 
     @property
     def switch(self) -> bool:
-        """True for a bool: it takes no value, and `--no-NAME` switches it off."""
+        """True if the option is a bool: it takes no value, and `--no-NAME` switches it off."""
         return plain_type(self.hint) is bool
 
     @property
@@ -249,9 +249,10 @@ def _unknown_options_message(unknown: Sequence[str], verb: str, known: Collectio
 
 
 def _stray_words_message(argv: Sequence[str], places: Sequence[int], verb: str) -> str:
-    """Return the error message for words that belong to no option; it names the first of them.
-    `places`: their indices in `argv`. After an option: that the option does not take the value;
-    else the corrected command, if it is clear and short enough, or how to list the options.
+    """Return the error message for words on a command line that belong to no option, naming the
+    first; `places`: their indices in `argv`. If that word follows an option, the message says that
+    the option does not take it; else it suggests the corrected command, if that is clear and has at
+    most 200 characters, or how to list the options.
     """
     before = argv[places[0] - 1] if places[0] else ""
     word = cut(argv[places[0]]) or "''"

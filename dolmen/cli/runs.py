@@ -200,7 +200,8 @@ def _format_short_help(kind: str, name: str, about: str, run: RunConfig) -> str:
     short, page = SHORT[kind], "how-to/data.md" if kind == "pretrain" else "how-to/tuning.md"
     # one column of names, so texts are aligned
     width = max(map(len, short.options)) + 2
-    values = to_dict(run) | to_dict(LaunchOptions()) | {"model": {"model_type": _model_type(run)}}
+    model_type = run.model and run.model.model_type
+    values = to_dict(run) | to_dict(LaunchOptions()) | {"model": {"model_type": model_type}}
     lines = []
     for option, words in short.options.items():
         value = _format_value(values, option)
@@ -222,11 +223,6 @@ def _format_short_help(kind: str, name: str, about: str, run: RunConfig) -> str:
             f"dolmen train {name} --help --all lists every option; docs/{page} explains them.",
         ]
     )
-
-
-def _model_type(run: RunConfig) -> str | None:
-    """Return the model_type of a run's model ("llama"); None for a run without a model."""
-    return None if run.model is None else run.model.model_type
 
 
 def _format_value(values: Mapping[str, Any], option: str) -> str:

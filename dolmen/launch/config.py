@@ -49,6 +49,7 @@ class SlurmConfig(JobConfig):
     """More options of sbatch, such as time=24:00:00 partition=gpu."""
 
     def __post_init__(self):
+        """Raise ValueError for an entry of `sbatch` that is not written as name or name=value."""
         for option in self.sbatch:
             if not SBATCH.fullmatch(option):
                 raise ValueError(
@@ -77,6 +78,7 @@ class KubeflowConfig(JobConfig):
     """Folder of the pods where the volume is mounted."""
 
     def __post_init__(self):
+        """Raise ValueError for a namespace, runtime or volume that is no name in Kubernetes."""
         for name in ("namespace", "runtime", "volume"):
             if not LABEL.fullmatch(getattr(self, name)):
                 raise ValueError(
@@ -103,6 +105,9 @@ class SkypilotConfig(JobConfig):
     """Shell command that installs dolmen on a node."""
 
     def __post_init__(self):
+        """Raise ValueError for a number in `accelerator`, and without a folder that all nodes share
+        (`out` or `volume`).
+        """
         if ":" in self.accelerator:
             raise ValueError(
                 f"--accelerator is {self.accelerator[:80]!r}: give the type alone; the number of a "

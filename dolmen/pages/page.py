@@ -164,11 +164,15 @@ class Scale:
     """Maps numbers to pixels, linearly or, with `log`, logarithmically."""
 
     def __init__(self, low: float, high: float, start: float, end: float, log: bool = False):
-        """`low` is mapped to pixel `start`, `high` to pixel `end`."""
+        """Map the number `low` to pixel `start` and `high` to pixel `end`; with `log`, on a
+        logarithmic scale, for which `low` must be above 0.
+        """
         self.low, self.high, self.start, self.end, self.log = low, high, start, end, log
 
     def __call__(self, value: float) -> float:
-        """Return the pixel of a value; with `log`, values below `low` are at `low`."""
+        """Return the pixel of a value, which may lie outside of the scale; with `log`, values below
+        `low` count as `low`. If `low` equals `high`, every value is in the middle.
+        """
         low, high, at = self.low, self.high, value
         if self.log:
             low, high, at = math.log(low), math.log(high), math.log(max(value, low))

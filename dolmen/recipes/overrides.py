@@ -274,9 +274,9 @@ def _flag(name: str) -> str:
 
 
 def resolve_alias(name: str, family: Family) -> str:
-    """Return the option that `name` stands for: the family's own name for a field that other
-    families name otherwise, the training option for a setting that is no field of a model
-    (`model.dropout` is `train.dropout`), else `name` itself.
+    """Return the dotted name of the option that `name` stands for: for another family's name of a
+    model's field the name that this family has; for a model setting that only matters in training
+    the option of training (`model.dropout` is `train.dropout`); else `name` itself.
     """
     if not name.startswith(MODEL):
         return name

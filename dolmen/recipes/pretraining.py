@@ -2,8 +2,9 @@
 2205.05198, table 3), GPT-3 (2005.14165) and Llamas (2302.13971, 2307.09288, 2407.21783).
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dolmen.data.config import DataConfig
 from dolmen.families import ModelConfig
@@ -28,9 +29,25 @@ FRESH = {
 }
 
 
+class Published(NamedTuple):
+    """A published model, and how it is pretrained."""
+
+    about: str
+    """Text of the recipe in `dolmen recipes`."""
+    model: dict[str, Any]
+    """Its config.json."""
+    lr: float
+    """Peak learning rate."""
+    batch: int
+    """Sequences per step."""
+    length: int = 8192
+    """Tokens of a sequence."""
+
+
 def large(name: str, model: dict[str, Any], lr: float, batch: int, length: int = 8192) -> RunConfig:
-    """Return the run of a large model: bfloat16, compiled, 100,000 steps with 2,000 of warm-up and
-    a decay to a tenth of the peak rate `lr`. `batch`: sequences per step of `length` tokens.
+    """Return the configuration of a run that pretrains a large model: bfloat16, compiled, 100,000
+    steps with 2,000 of warm-up and a decay to a tenth of the peak learning rate `lr`. `model`: its
+    config.json; `batch`: sequences per step, of `length` tokens each.
     """
     return RunConfig(
         name=name,
@@ -64,93 +81,44 @@ GPT = {
     "embd_pdrop": 0.0,
     "resid_pdrop": 0.0,
 }
-# padded, as Megatron trains it
-MEGATRON = GPT | {"vocab_size": 51200}
 
 
-def gpt_1_7b() -> RunConfig:
-    """GPT of 1.7 B of 2104.04473, table 1"""
-    model = MEGATRON | {"n_embd": 2304, "n_layer": 24, "n_head": 24, "n_inner": 9216}
-    return large("gpt-1.7b", model, lr=2e-4, batch=512, length=2048)
+def gpt(
+    about: str, hidden: int, layers: int, heads: int, lr: float, batch: int, vocabulary: int = 51200
+) -> Published:
+    """Return a GPT of the papers on Megatron, as a gpt2 config.json with n_inner of 4 * n_embd
+    (`hidden`) and 2,048 positions, pretrained on sequences of 2,048 tokens. `lr`: peak learning
+    rate; `batch`: sequences per step; `vocabulary`: by default as Megatron pads it.
+    """
+    sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_inner": 4 * hidden}
+    return Published(about, GPT | {"vocab_size": vocabulary} | sizes, lr, batch, 2048)
 
 
-def gpt_3_6b() -> RunConfig:
-    """GPT of 3.6 B of 2104.04473, table 1"""
-    model = MEGATRON | {"n_embd": 3072, "n_layer": 30, "n_head": 32, "n_inner": 12288}
-    return large("gpt-3.6b", model, lr=1.6e-4, batch=512, length=2048)
-
-
-def gpt_7_5b() -> RunConfig:
-    """GPT of 7.5 B of 2104.04473, table 1"""
-    model = MEGATRON | {"n_embd": 4096, "n_layer": 36, "n_head": 32, "n_inner": 16384}
-    return large("gpt-7.5b", model, lr=1.2e-4, batch=512, length=2048)
-
-
-def gpt_18b() -> RunConfig:
-    """GPT of 18.4 B of 2104.04473, table 1"""
-    model = MEGATRON | {"n_embd": 6144, "n_layer": 40, "n_head": 48, "n_inner": 24576}
-    return large("gpt-18b", model, lr=1e-4, batch=1024, length=2048)
-
-
-def gpt_39b() -> RunConfig:
-    """GPT of 39.1 B of 2104.04473, table 1"""
-    model = MEGATRON | {"n_embd": 8192, "n_layer": 48, "n_head": 64, "n_inner": 32768}
-    return large("gpt-39b", model, lr=6e-5, batch=1536, length=2048)
-
-
-def gpt_76b() -> RunConfig:
-    """GPT of 76.1 B of 2104.04473, table 1"""
-    model = MEGATRON | {"n_embd": 10240, "n_layer": 60, "n_head": 80, "n_inner": 40960}
-    return large("gpt-76b", model, lr=6e-5, batch=1792, length=2048)
-
-
-def gpt_145b() -> RunConfig:
-    """GPT of 145.6 B of 2104.04473, table 1"""
-    model = MEGATRON | {"n_embd": 12288, "n_layer": 80, "n_head": 96, "n_inner": 49152}
-    return large("gpt-145b", model, lr=6e-5, batch=2304, length=2048)
-
-
-def gpt_310b() -> RunConfig:
-    """GPT of 310.1 B of 2104.04473, table 1"""
-    model = MEGATRON | {"n_embd": 16384, "n_layer": 96, "n_head": 128, "n_inner": 65536}
-    return large("gpt-310b", model, lr=6e-5, batch=2160, length=2048)
-
-
-def gpt_530b() -> RunConfig:
-    """GPT of 529.6 B of 2104.04473, table 1"""
-    model = MEGATRON | {"n_embd": 20480, "n_layer": 105, "n_head": 128, "n_inner": 81920}
-    return large("gpt-530b", model, lr=6e-5, batch=2520, length=2048)
-
-
-def gpt_1t() -> RunConfig:
-    """GPT of 1,008 B of 2104.04473, table 1"""
-    model = MEGATRON | {"n_embd": 25600, "n_layer": 128, "n_head": 160, "n_inner": 102400}
-    return large("gpt-1t", model, lr=6e-5, batch=3072, length=2048)
-
-
-def gpt_22b() -> RunConfig:
-    """GPT of 22 B of 2205.05198, table 3"""
-    model = MEGATRON | {"n_embd": 6144, "n_layer": 48, "n_head": 64, "n_inner": 24576}
-    return large("gpt-22b", model, lr=1e-4, batch=4, length=2048)
-
-
-def gpt_175b() -> RunConfig:
-    """GPT of 175 B of 2205.05198, table 3: GPT-3 with a padded vocabulary"""
-    model = MEGATRON | {"n_embd": 12288, "n_layer": 96, "n_head": 96, "n_inner": 49152}
-    return large("gpt-175b", model, lr=6e-5, batch=64, length=2048)
-
-
-def gpt3_175b() -> RunConfig:
-    """the shape of GPT-3 (2005.14165), as a gpt2 config.json"""
+GPTS = {
+    "gpt-1.7b": gpt("GPT of 1.7 B of 2104.04473, table 1", 2304, 24, 24, 2e-4, 512),
+    "gpt-3.6b": gpt("GPT of 3.6 B of 2104.04473, table 1", 3072, 30, 32, 1.6e-4, 512),
+    "gpt-7.5b": gpt("GPT of 7.5 B of 2104.04473, table 1", 4096, 36, 32, 1.2e-4, 512),
+    "gpt-18b": gpt("GPT of 18.4 B of 2104.04473, table 1", 6144, 40, 48, 1e-4, 1024),
+    "gpt-39b": gpt("GPT of 39.1 B of 2104.04473, table 1", 8192, 48, 64, 6e-5, 1536),
+    "gpt-76b": gpt("GPT of 76.1 B of 2104.04473, table 1", 10240, 60, 80, 6e-5, 1792),
+    "gpt-145b": gpt("GPT of 145.6 B of 2104.04473, table 1", 12288, 80, 96, 6e-5, 2304),
+    "gpt-310b": gpt("GPT of 310.1 B of 2104.04473, table 1", 16384, 96, 128, 6e-5, 2160),
+    "gpt-530b": gpt("GPT of 529.6 B of 2104.04473, table 1", 20480, 105, 128, 6e-5, 2520),
+    "gpt-1t": gpt("GPT of 1,008 B of 2104.04473, table 1", 25600, 128, 160, 6e-5, 3072),
+    "gpt-22b": gpt("GPT of 22 B of 2205.05198, table 3", 6144, 48, 64, 1e-4, 4),
+    "gpt-175b": gpt(
+        "GPT of 175 B of 2205.05198, table 3: GPT-3 with a padded vocabulary",
+        12288,
+        96,
+        96,
+        6e-5,
+        64,
+    ),
     # 50,257 tokens, not padded
-    model = GPT | {
-        "vocab_size": 50257,
-        "n_embd": 12288,
-        "n_layer": 96,
-        "n_head": 96,
-        "n_inner": 49152,
-    }
-    return large("gpt3-175b", model, lr=0.6e-4, batch=1536, length=2048)
+    "gpt3-175b": gpt(
+        "the shape of GPT-3 (2005.14165), as a gpt2 config.json", 12288, 96, 96, 0.6e-4, 1536, 50257
+    ),
+}
 
 
 # 1 and 2: positions without scaling, a small vocabulary
@@ -213,92 +181,112 @@ def shape(hidden: int, mlp: int, layers: int, heads: int, **more: int) -> dict[s
     }
 
 
-def llama_7b() -> RunConfig:
-    """Llama 1 of 7 B"""
-    model = LLAMA_1 | shape(4096, 11008, 32, 32, num_key_value_heads=32)
-    # 4 M tokens per step, as in 2302.13971
-    return large("llama-7b", model, lr=3e-4, batch=2048, length=2048)
-
-
-def llama_13b() -> RunConfig:
-    """Llama 1 of 13 B"""
-    model = LLAMA_1 | shape(5120, 13824, 40, 40, num_key_value_heads=40)
-    return large("llama-13b", model, lr=3e-4, batch=2048, length=2048)
-
-
-def llama_33b() -> RunConfig:
-    """Llama 1 of 33 B"""
-    model = LLAMA_1 | shape(6656, 17920, 60, 52, num_key_value_heads=52)
-    return large("llama-33b", model, lr=1.5e-4, batch=2048, length=2048)
-
-
-def llama_65b() -> RunConfig:
-    """Llama 1 of 65 B"""
-    model = LLAMA_1 | shape(8192, 22016, 80, 64, num_key_value_heads=64)
-    return large("llama-65b", model, lr=1.5e-4, batch=2048, length=2048)
-
-
-def llama_2_7b() -> RunConfig:
-    """Llama 2 of 7 B"""
-    model = LLAMA_2 | shape(4096, 11008, 32, 32, num_key_value_heads=32)
-    return large("llama-2-7b", model, lr=3e-4, batch=1024, length=4096)
-
-
-def llama_2_13b() -> RunConfig:
-    """Llama 2 of 13 B"""
-    model = LLAMA_2 | shape(5120, 13824, 40, 40, num_key_value_heads=40)
-    return large("llama-2-13b", model, lr=3e-4, batch=1024, length=4096)
-
-
-def llama_2_70b() -> RunConfig:
-    """Llama 2 of 70 B, with grouped-query attention"""
-    model = LLAMA_2 | shape(8192, 28672, 80, 64, num_key_value_heads=8)
-    # 4 M tokens per step, as in 2307.09288
-    return large("llama-2-70b", model, lr=1.5e-4, batch=1024, length=4096)
-
-
-def llama_1b() -> RunConfig:
-    """the shape of Llama 3.2 1B"""
-    model = (
+LLAMAS = {
+    "llama-1b": Published(
+        "the shape of Llama 3.2 1B",
         LLAMA_3
         | shape(2048, 8192, 16, 32, head_dim=64)
         | {
             # 3.2 scales its positions by 32, 3.1 by 8
             "rope_parameters": LLAMA_3["rope_parameters"] | {"factor": 32.0},
             "tie_word_embeddings": True,
-        }
-    )
-    return large("llama-1b", model, lr=4e-4, batch=256)
+        },
+        4e-4,
+        256,
+    ),
+    "llama-8b": Published(
+        "the shape of Llama 3.1 8B", LLAMA_3 | shape(4096, 14336, 32, 32, head_dim=128), 3e-4, 512
+    ),
+    "llama-70b": Published(
+        "the shape of Llama 3.1 70B",
+        LLAMA_3 | shape(8192, 28672, 80, 64, head_dim=128),
+        1.5e-4,
+        1024,
+    ),
+    "llama-405b": Published(
+        "the shape of Llama 3.1 405B",
+        LLAMA_3 | shape(16384, 53248, 126, 128, head_dim=128),
+        8e-5,
+        2048,
+    ),
+    # 4 M tokens per step, as in 2302.13971
+    "llama-7b": Published(
+        "Llama 1 of 7 B",
+        LLAMA_1 | shape(4096, 11008, 32, 32, num_key_value_heads=32),
+        3e-4,
+        2048,
+        2048,
+    ),
+    "llama-13b": Published(
+        "Llama 1 of 13 B",
+        LLAMA_1 | shape(5120, 13824, 40, 40, num_key_value_heads=40),
+        3e-4,
+        2048,
+        2048,
+    ),
+    "llama-33b": Published(
+        "Llama 1 of 33 B",
+        LLAMA_1 | shape(6656, 17920, 60, 52, num_key_value_heads=52),
+        1.5e-4,
+        2048,
+        2048,
+    ),
+    "llama-65b": Published(
+        "Llama 1 of 65 B",
+        LLAMA_1 | shape(8192, 22016, 80, 64, num_key_value_heads=64),
+        1.5e-4,
+        2048,
+        2048,
+    ),
+    # 4 M tokens per step, as in 2307.09288
+    "llama-2-7b": Published(
+        "Llama 2 of 7 B",
+        LLAMA_2 | shape(4096, 11008, 32, 32, num_key_value_heads=32),
+        3e-4,
+        1024,
+        4096,
+    ),
+    "llama-2-13b": Published(
+        "Llama 2 of 13 B",
+        LLAMA_2 | shape(5120, 13824, 40, 40, num_key_value_heads=40),
+        3e-4,
+        1024,
+        4096,
+    ),
+    "llama-2-70b": Published(
+        "Llama 2 of 70 B, with grouped-query attention",
+        LLAMA_2 | shape(8192, 28672, 80, 64, num_key_value_heads=8),
+        1.5e-4,
+        1024,
+        4096,
+    ),
+    "llama-3-8b": Published(
+        "the shape of Llama 3 8B", LLAMA_3_0 | shape(4096, 14336, 32, 32, head_dim=128), 3e-4, 512
+    ),
+    "llama-3-70b": Published(
+        "the shape of Llama 3 70B",
+        LLAMA_3_0 | shape(8192, 28672, 80, 64, head_dim=128),
+        1.5e-4,
+        1024,
+    ),
+}
 
 
-def llama_8b() -> RunConfig:
-    """the shape of Llama 3.1 8B"""
-    model = LLAMA_3 | shape(4096, 14336, 32, 32, head_dim=128)
-    return large("llama-8b", model, lr=3e-4, batch=512)
+def as_recipe(name: str, published: Published) -> Callable[[], RunConfig]:
+    """Return the recipe `name` of a published model: a function without arguments that returns the
+    configuration of the run that pretrains it (`large`). Its docstring is `published.about`.
+    """
+
+    def recipe() -> RunConfig:
+        """Return the configuration of the run that pretrains this model."""
+        return large(name, published.model, published.lr, published.batch, published.length)
+
+    recipe.__doc__ = published.about
+    return recipe
 
 
-def llama_70b() -> RunConfig:
-    """the shape of Llama 3.1 70B"""
-    model = LLAMA_3 | shape(8192, 28672, 80, 64, head_dim=128)
-    return large("llama-70b", model, lr=1.5e-4, batch=1024)
-
-
-def llama_3_8b() -> RunConfig:
-    """the shape of Llama 3 8B"""
-    model = LLAMA_3_0 | shape(4096, 14336, 32, 32, head_dim=128)
-    return large("llama-3-8b", model, lr=3e-4, batch=512, length=8192)
-
-
-def llama_3_70b() -> RunConfig:
-    """the shape of Llama 3 70B"""
-    model = LLAMA_3_0 | shape(8192, 28672, 80, 64, head_dim=128)
-    return large("llama-3-70b", model, lr=1.5e-4, batch=1024, length=8192)
-
-
-def llama_405b() -> RunConfig:
-    """the shape of Llama 3.1 405B"""
-    model = LLAMA_3 | shape(16384, 53248, 126, 128, head_dim=128)
-    return large("llama-405b", model, lr=8e-5, batch=2048, length=8192)
+PRETRAINING = {name: as_recipe(name, row) for name, row in {**LLAMAS, **GPTS}.items()}
+"""Recipes of published models."""
 
 
 # Recipes that fine-tune the model of --init on --data.path; ppo also has a small model and prompts
@@ -388,8 +376,9 @@ def ppo() -> RunConfig:
 
 
 def ppo_with_init(run: RunConfig) -> RunConfig:
-    """Return the PPO run with options for a trained model, which --init names: prompts from
-    --data.path, learning rate 1e-6, and 5e-6 for the critic.
+    """Return the run of the recipe ppo changed for a trained model, which --init names, in place of
+    the small random one: model None, prompts from --data.path, 256 prompts per iteration with 2
+    epochs over it, global batch 64, learning rate 1e-6, and 5e-6 for the critic.
     """
     return replace(
         run,

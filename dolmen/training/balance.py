@@ -21,8 +21,9 @@ NAMES = ("router/max_load", "router/aux_loss", "router/z_loss")
 
 
 def open_tallies(model: Decoder, scale: Float64[Tensor, ""]) -> dict[int, RouterLosses]:
-    """Return the router losses object of each sparse layer of this rank, by layer number, with a
-    zero tally whose gradient will count tokens. `scale` multiplies the gradients of auxiliary
+    """Return layer number -> RouterLosses for each layer with experts on this rank, an object that
+    the layer's forward takes: a tensor of zeros, whose gradient will count tokens per expert and
+    sum the auxiliary losses in backward, and `scale`, which multiplies the gradients of these
     losses (loss scale / sequences of the global batch).
     """
     # tokens per expert, then the sums of the balance loss and of the z-loss
@@ -76,15 +77,15 @@ def router_metrics(
 
 
 def _sparse(spec: ModelSpec) -> list[int]:
-    """Return the numbers of the layers that have experts."""
+    """Return the numbers of the model's layers that have experts."""
     return [i for i, block in enumerate(spec.blocks) if block.mlp.experts]
 
 
 def expert_loads(
     spec: ModelSpec, tallies: Float[Tensor, "layers experts_and_2"]
 ) -> dict[str, list[float]]:
-    """Return each expert's tokens relative to the mean of its layer, by layer number as text; empty
-    for a dense model. The host waits for the device.
+    """Return layer number (as text) -> each expert's tokens in a step relative to the mean of the
+    layer, rounded; {} for a dense model. `tallies`: of the world. The host waits for the device.
     """
     layers = _sparse(spec) if spec.experts else []
     if not layers:

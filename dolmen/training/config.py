@@ -150,7 +150,7 @@ class TrainConfig:
 
     @property
     def training(self) -> Training:
-        """Training options that act inside the model."""
+        """Training options of this section that act inside the model: dropout, router, fp8."""
         fp8 = None if self.precision is None else Fp8(self.precision, self.fp8)
         return Training(self.dropout, self.router, fp8=fp8)
 
@@ -330,14 +330,18 @@ class RunConfig:
 
     @property
     def steps(self) -> int | None:
-        """Steps, as configured in steps or tokens; None where they depend on the data."""
+        """Steps of the run by --train.steps or --train.tokens; None if neither is set, so that they
+        depend on the data.
+        """
         if self.train.steps is not None or self.train.tokens is None:
             return self.train.steps
         return math.ceil(self.train.tokens / self.tokens_per_step)
 
     @property
     def warmup_steps(self) -> float:
-        """Steps of the learning-rate warm-up, as configured in steps or tokens."""
+        """Steps of the learning-rate warm-up, by --optimizer.warmup-tokens if set (a fraction is
+        possible), else --optimizer.warmup-steps.
+        """
         tokens = self.optimizer.warmup_tokens
         return self.optimizer.warmup_steps if tokens is None else tokens / self.tokens_per_step
 

@@ -191,8 +191,8 @@ class Calibration:
 
     @property
     def error(self) -> float:
-        """The expected calibration error, with the middle of a bin in place of its mean confidence:
-        the mean over pairs of |accuracy of the bin - middle of the bin|.
+        """Expected calibration error: the mean over all pairs of |accuracy in the pair's bin of
+        confidence - confidence in the middle of the bin|.
         """
         return sum(
             abs(right - confident * bin_middle(i))
@@ -271,7 +271,7 @@ class SourceValidation:
         }
 
     def lines(self) -> list[str]:
-        """Return a line of text per source, for the console."""
+        """Return a line of text about each source's validation loss, for the console."""
         return [
             describe_source(name, loss, self.per_byte.get(name), self.before.get(name))
             for name, loss in self.losses.items()
@@ -298,8 +298,9 @@ def validate_sources(
     before: Mapping[str, float],
     through: Callable[[Iterable[Batch]], Iterable[Batch]],
 ) -> SourceValidation:
-    """Return the validation loss of each source that has a validation split, over at most `most`
-    windows (None: all), and bits per byte except for masked LM.
+    """Compute the validation loss of the model on each data source that has a validation split,
+    over at most `most` windows (sequences; None: all), and bits per byte except for masked LM, and
+    return them by source.
 
     `before` has the bits per byte from before the first step, by source; the result carries them
     on, and a validation at step 0 returns its own in their place. `through` wraps the iteration
@@ -316,9 +317,9 @@ def validate_sources(
 
 
 def bits_per_byte(losses: Mapping[str, float], rows: Mapping[str, HeldOutRows]) -> dict[str, float]:
-    """Return bits per byte of each source whose size is known: loss (nats per token) times tokens
-    per byte / ln 2. Tokens per byte are those of the source's whole validation split `rows`, so the
-    result is exact where all of it was read.
+    """Return source -> its loss in bits per byte, for sources whose size in bytes is known: the
+    loss in nats per token times tokens per byte / ln 2. Tokens per byte are those of the source's
+    whole validation split in `rows`, so the result is exact where all of it was read.
     """
     return {
         name: loss * rows[name].tokens / size / math.log(2)
@@ -435,8 +436,8 @@ class Validator:
         return validate_sources(state, self.loader, self.mesh, most, before, through)
 
     def _write_calibration(self, result: Mapping[str, float]) -> float:
-        """Write calibration.png of a reward model (first rank); return its expected calibration
-        error.
+        """Write calibration.png, the calibration diagram of a reward model, from the metrics of a
+        validation (first rank), and return the expected calibration error.
         """
         calibration = Calibration.from_metrics(result)
         if self.mesh.first:
@@ -448,9 +449,9 @@ class Validator:
 
 
 def validation_objective(objective: Objective) -> Objective:
-    """Return the loss that validation computes: cross-entropy with weight 1 per token for text and
-    encoders; the training loss with calibration bins for reward models; else the training objective
-    itself.
+    """Return the objective that validation computes for a training objective: plain cross-entropy
+    per token for language models and encoders; the same loss with metrics of calibration for reward
+    models; else the training objective itself.
     """
     match objective:
         case PairwiseRewardLoss():

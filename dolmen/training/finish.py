@@ -19,9 +19,10 @@ from dolmen.training.resolve import open_model
 
 
 def finish(run: RunConfig, out: Path) -> int:
-    """Export, verify, sample and print the summary of a run that has ended, in one process, from
-    its files in `out`. Return the exit code: 1 if the exported model differs from the one in
-    transformers.
+    """Do what --finish asks for after a run has ended, in one process, from its files in `out`:
+    export the newest checkpoint, compare it with transformers, print a sample; upload the results
+    if the run has a URL; print the summary. Return the exit code: 1 if the exported model differs
+    from that in transformers, else 0.
     """
     screen = console()
     outcome = gate.read_json(out / "summary.json", kinds.SUMMARY)
@@ -71,8 +72,8 @@ def _export(out: Path, to: Path) -> None:
 
 
 def _sample(screen: Console, folder: Path, prompt: str) -> None:
-    """Print a continuation of `prompt` by the exported model in `folder`: at most 96 tokens,
-    temperature 0.7.
+    """Load the exported model in `folder`, generate a continuation of `prompt` (at most 96 tokens,
+    temperature 0.7, top-p 0.95), and print both.
     """
     from dolmen.serving import engine
     from dolmen.serving.config import GenerateConfig

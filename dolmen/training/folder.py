@@ -55,7 +55,9 @@ def lock_folder(out: Path, patience: float = 0) -> int | None:
 
 
 def unlock_folder(out: Path, descriptor: int | None) -> None:
-    """Release the lock of `lock_folder` and delete its file; nothing for None."""
+    """Release the lock of a run's folder, whose descriptor `lock_folder` returned, and delete the
+    lock file; nothing for None.
+    """
     if descriptor is not None:
         if os.fstat(descriptor).st_size == 0:  # one of ours
             (out / LOCK).unlink(missing_ok=True)
@@ -142,16 +144,17 @@ def claim(out: Path, *names: str) -> None:
 
 
 def claim_files(out: Path, name: str) -> None:
-    """Add each file in the folder `out/name`, which dolmen has just written, to the folder's
-    list.
+    """Add the path of each file in the folder `out/name`, which dolmen has just written, to the
+    list in the run's folder of what dolmen wrote.
     """
     claim(out, *(f"{name}/{path.name}" for path in sorted((out / name).iterdir())))
 
 
 def split_by_owner(out: Path) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Return the entries that dolmen wrote in a folder and those that it did not: two sorted lists
-    of (relative path, "folder", "file" or "link"). The folder is walked once, so that what is
-    deleted is what was checked.
+    """Return the entries of a run's folder that dolmen wrote, and those that it did not: two sorted
+    lists of (relative path, "folder", "file" or "link"). dolmen wrote what has a form of path that
+    it writes and is in the folder's list. The folder is walked once, so that what is deleted is
+    what was checked.
     """
     listed = _read_list(out)
     by_form = listed is None and is_run(out / "config.yaml")
@@ -286,9 +289,9 @@ def remove_export(out: Path) -> None:
 
 
 def _delete(out: Path, ours: list[tuple[str, str]]) -> None:
-    """Delete entries of the folder: files in the order of `ours` except the lock, which its holder
-    deletes, then the folders. Raises Unusable where a folder is not empty then, as something was
-    written into it meanwhile; `hang` may be, as all ranks write there.
+    """Delete the entries `ours`, (relative path, kind), of a run's folder: files in their order,
+    except the lock file, then folders. Raises Unusable where a folder is not empty then, as
+    something was written into it meanwhile; the folder `hang`, where all ranks write, may stay.
     """
     for path, what in ours:
         if what == "file" and path != LOCK:
@@ -321,8 +324,9 @@ def is_run(file: Path) -> bool:
 
 
 def _kind(path: str, what: str) -> str | None:
-    """Return the name in FORMS whose form a relative path has, or None. `what` is the kind of
-    entry: "folder", "file" or "link", which has none.
+    """Return under which name dolmen writes paths of this form into a run's folder ("checkpoints"
+    for checkpoints/step-00000100/seal), or None if it writes none such. `what`: "folder", "file" or
+    "link", which dolmen never writes.
     """
     if what == "link":
         return None
@@ -333,8 +337,8 @@ def _kind(path: str, what: str) -> str | None:
 
 
 def _read_list(out: Path) -> set[str] | None:
-    """Return the names in the folder's list of what dolmen wrote; None without a readable list of
-    at most 1 MiB.
+    """Return the names in the list (.dolmen) of what dolmen wrote in a run's folder; None if there
+    is no such file, it is a link, or it has over 1 MiB.
     """
     file = out / LIST
     if file.is_symlink() or not file.is_file() or file.stat().st_size > 2**20:
@@ -360,9 +364,9 @@ def _walk(folder: Path, below: str = "") -> Iterator[tuple[str, str]]:
 
 
 def check_folder(out: Path, resume: bool, overwrite: bool) -> None:
-    """Raise ValueError for a folder `out` that holds something, unless --resume or --overwrite
-    permits what to do with it; for both options together; for one that is in use; and for one that
-    cannot be written to. Creates and deletes a temporary file to see that.
+    """Raise ValueError if a run cannot use the folder `out`: it has files, unless it is a run's and
+    `resume` or `overwrite` is set; both are set; another run uses it; or it cannot be written to,
+    which is tried with a temporary file. Nothing is left behind.
     """
     if resume and overwrite:
         raise ValueError(

@@ -156,9 +156,10 @@ class GoodputTimer:
         self.idle = False
 
     def open(self, file: Path, resumed: bool, restarted: bool, idle: bool, step: int) -> None:
-        """Continue the sums of the starts before, where the run is `resumed`, and write them to
-        `file` from now on. The time between the starts counts if an engine `restarted` the run. A
-        start is `idle` if nothing is left to train: its time is not the run's.
+        """Begin to write the seconds of each phase to `file` (goodput.json). If the run is
+        `resumed`, add those of its earlier starts from that file; if an engine `restarted` it, the
+        time since the last start counts as "down". `idle`: nothing is left to train, so the time of
+        this start does not count and nothing is written. `step`: steps made so far.
         """
         earlier = _read(file) if resumed else None
         if earlier is not None:
@@ -178,7 +179,10 @@ class GoodputTimer:
             self._write()
 
     def pass_point(self, step: int, point: str) -> None:
-        """Enter the phase of a point of the training loop (LOOP) after `step` steps."""
+        """Switch to the phase that begins at a point of the training loop, as the watchdog names it
+        ("a step": "steps", or "recomputed" if an earlier start had made this step; "save": "saves";
+        ...). `step`: steps made so far.
+        """
         phase = LOOP.get(point, "other")
         if phase == "batches" and self.generates:
             phase = "steps"  # sampling completions is the work of a run of RL
@@ -189,7 +193,9 @@ class GoodputTimer:
         self.switch(phase)
 
     def switch(self, phase: str) -> None:
-        """Enter a phase: the time since the last one was entered is that one's."""
+        """Enter `phase`, and add the time since the last switch to the phase before; waits are
+        sampled in phases of steps only. Writes goodput.json at most once a second.
+        """
         now = time.time()
         if not self.idle:
             self.seconds[self.phase] += max(0.0, now - self.since)
@@ -228,8 +234,8 @@ class GoodputTimer:
         return {phase: seconds / total for phase, seconds in self.seconds.items()} if total else {}
 
     def slow_ranks(self) -> dict[str, float]:
-        """Return the slow ranks, each with the collective that it delayed, and the share of the
-        wall time that the others waited there; the worst first.
+        """Return "rank N delays COLLECTIVE" -> the share of the run's wall time that other ranks
+        waited for this rank there, the largest first: at most four, of 2 % or more each.
         """
         total = sum(self.seconds.values())
         worst = sorted(self.slow, key=lambda name: -self.slow[name])[:4]

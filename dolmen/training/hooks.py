@@ -210,9 +210,10 @@ class TrainingHooks:
         )
 
     def log(self, state: TrainState, m: StepMetrics) -> None:
-        """Append a row to metrics.jsonl and to the trackers, and show it in the progress line:
-        losses, tokens per second and MFU since the last row, peak memory, epochs read. Sampled
-        completions go to the trackers before it.
+        """Write a row with the step's losses, gradient norm, learning rate, tokens per second and
+        MFU since the last row, peak memory and so on to metrics.jsonl, the trackers and the
+        callback, and show it in the progress line. Completions sampled since the last row go to the
+        trackers before it.
         """
         now = time.monotonic()
         # `since` is moved by validation, evaluation and profile: they are not the training's time
@@ -265,8 +266,8 @@ class TrainingHooks:
         self.history.add(state.step, row)
 
     def write_profile(self, state: TrainState, m: StepMetrics) -> None:
-        """Write the profile after the step that was recorded, --log.profile, and print its table.
-        The time that it takes is left out of tokens per second.
+        """Write the profile of the step that --log.profile names, right after it, and print its
+        table; do nothing after other steps. Its time is left out of tokens per second. Collective.
         """
         if state.step != self.run.log.profile:
             return
@@ -326,8 +327,9 @@ class TrainingHooks:
         self.history.add(state.step, {"saved": True})
 
     def snapshot(self, state: TrainState, m: StepMetrics) -> None:
-        """Start to save a snapshot of this step in memory, in the background. Every rank calls it.
-        One that fails is reported, and the run continues with the one before.
+        """Start to save a snapshot of this step in the hosts' memory, in the background, if the
+        step is a multiple of --checkpoint.snapshot-every. Every rank calls it. A snapshot that
+        fails is reported, and the run continues with the one before.
         """
         # the last step, after which every hook is called, is a checkpoint
         if self.snapshots is None or state.step % self.run.checkpoint.snapshot_every:
@@ -371,8 +373,9 @@ class TrainingHooks:
         loop.collect_garbage(state.step)
 
     def begin(self, state: TrainState, how: str, changed: list[str]) -> None:
-        """Add the row of a start to history.jsonl. `how` is "new", "resumed" or "restarted",
-        `changed` the options and data that differ from the start before, a line each.
+        """Add the row of a start of the run to history.jsonl: steps, processes, device, parameters
+        and so on. `how`: "new", "resumed" or "restarted"; `changed`: the options and data that
+        differ from the start before, a line each.
         """
         row = {
             "begun": how,

@@ -134,7 +134,8 @@ def initial_state(
     config: OptimizerConfig | None = None,
     objective: Objective | None = None,
 ) -> TrainState:
-    """Return a training state at step 0 around `model`, with a new optimizer; `config` and
+    """Return a training state at step 0 for an initialized `model`, with a new optimizer (moments
+    of 0), loss scale and spike policy as the run has them; `config` (of the optimizer) and
     `objective` default to the run's.
     """
     config = run.optimizer if config is None else config
@@ -178,9 +179,10 @@ def _load_scales(model: Decoder, source: ModelSource) -> None:
 
 
 def objective_of(run: RunConfig) -> Objective:
-    """Return the objective of the run. For a bidirectional model it is masked LM; where its head
-    also classifies whether a sentence follows, that loss has the weight of the masked tokens of a
-    sequence.
+    """Return the objective (loss function with its metrics) that the run's options ask for: reward
+    model, preference losses (DPO and variants, KTO, SimPO, ORPO), GRPO, PPO's policy loss, else
+    cross-entropy, or masked LM for a bidirectional model. If a model's head also predicts whether a
+    sentence follows, this loss has the weight of the masked tokens of a sequence.
     """
     options = run.objective
     # then log-ratios are 0 before the first update, and accuracies mean nothing

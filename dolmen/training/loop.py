@@ -84,9 +84,9 @@ class _RecompileLimitHandler(logging.Handler):
 
 @contextmanager
 def report_recompile_limit(report: Callable[[str], None]) -> Iterator[None]:
-    """Context manager that calls `report` with a warning each time torch.compile gives up on a
-    function because it was compiled too often; calls that fit none of its programs then run
-    uncompiled.
+    """Context manager: within it, `report` is called with a warning each time torch.compile gives
+    up on a function because it was compiled too often, after which calls that fit none of its
+    programs run uncompiled.
     """
     handler, logger = _RecompileLimitHandler(report), logging.getLogger(strings.DYNAMO)
     logger.addHandler(handler)
@@ -136,11 +136,13 @@ def train_steps(
     around: Callable[[int], AbstractContextManager[object]] = nullcontext,
     generates: bool = False,
 ) -> int:
-    """Train from state.step to state.steps; return the signal that ended it early, else 0.
+    """Train on `batches` from state.step to state.steps, in place, and return the number of the
+    signal that ended it early, else 0. All ranks end after the same step.
 
-    Step n, counted from 1, runs within around(n). After each step the hooks whose `every` divides
-    the number of steps made are called, in order, and after the last step all of them. `generates`:
-    batches are sampled by a model, so the watchdog allows each as much time as the first.
+    Step n, counted from 1, runs within the context around(n). `hooks` are (every, function): after
+    each step those whose `every` divides the number of steps made are called, in order, and after
+    the last step all of them. `watch` is told each point that is passed. `generates`: batches are
+    sampled by a model, so the watchdog allows each as much time as the first.
     """
     hooks, beat, first_step = list(hooks), watch.beat if watch else lambda *_: None, state.step
     beat(state.step, "the first batch", True)

@@ -88,7 +88,7 @@ class MetricsFile:
         self.handle = write.append(file)
 
     def write(self, row: dict) -> None:
-        """Append a row; numbers that are not finite become null, as JSON has none."""
+        """Append a row to metrics.jsonl; numbers that are not finite become null."""
         row = {name: value if math.isfinite(value) else None for name, value in row.items()}
         self.handle.write(json.dumps(row, allow_nan=False) + "\n")
 
@@ -120,8 +120,9 @@ COLUMNS = ("step", "prompt", "completion", "reward", "tokens", "finished")
 
 
 def completion_table(rows: Completions) -> list[list[Any]]:
-    """Return the values of COLUMNS of each completion, None for a missing one; "step" is moved from
-    the start of the iteration to its first update.
+    """Return sampled completions as rows of a table: step, prompt, completion, reward, tokens,
+    finished; None for a missing value. The step is moved from the start of the rollout iteration to
+    its first update.
     """
     return [[row["step"] + 1, *(row.get(name) for name in COLUMNS[1:])] for row in rows]
 
@@ -177,8 +178,9 @@ class TensorBoard:
 
 
 def plot(file: Path, to: Path, title: str) -> None:
-    """Draw loss.png, `to`, from the rows of metrics.jsonl, `file`: training loss, its running mean,
-    validation loss and learning rate against tokens. Without a training row nothing is written.
+    """Draw training loss, its running mean, validation loss and learning rate over tokens, from the
+    rows of a metrics.jsonl (`file`), and write the picture as PNG to `to`. Nothing is written if
+    the file has no training loss.
     """
     rows = read_metrics(file)
     train = [r for r in rows if r.get("loss") is not None]
@@ -242,8 +244,8 @@ class HistoryFile:
             self.handle.write("\n")  # a crash has cut the last row short: it ends here
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
-        """Append a row with `step`, the time and the entries of `row`, which JSON must be able to
-        represent.
+        """Append a row with `step`, the time and the entries of `row` (plain values) to
+        history.jsonl, on the rank that has opened it.
         """
         if self.handle is not None:
             full = {"step": step, "time": time.time(), **row}
@@ -410,7 +412,7 @@ class Trackio:
 
 
 def _board(run: TrackedRun) -> Logger:
-    """Return the TensorBoard writer of a run, in the folder `tensorboard` of the run."""
+    """Return a new TensorBoard writer for a run, into the folder `tensorboard` of the run."""
     return TensorBoard(run.out / FOLDER, run.step)
 
 
@@ -505,11 +507,11 @@ def not_installed(names: Iterable[str]) -> list[str]:
 
 
 def _tables(rows: Completions) -> Iterator[tuple[int, list[Any]]]:
-    """Yield, per iteration, the step of its first update and its completions as rows of a table."""
+    """Yield (step of the first update, rows of a table of completions) per rollout iteration."""
     for step, table in groupby(completion_table(rows), key=itemgetter(0)):
         yield step, list(table)
 
 
 def _numbers(row: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a row, without step and time."""
+    """Return the metrics of a row of metrics.jsonl, without its step and time."""
     return {name: value for name, value in row.items() if name not in POSITION_FIELDS}

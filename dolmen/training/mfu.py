@@ -66,7 +66,7 @@ class Peak:
         return out
 
     def __str__(self) -> str:
-        """Return both peaks in TFLOP/s, as text."""
+        """Return the measured and the datasheet's peak in TFLOP/s, as text."""
         datasheet = (
             "no datasheet figure for this device"
             if self.datasheet is None
@@ -84,8 +84,8 @@ def peak(device: torch.device, dtype: torch.dtype) -> Peak:
 
 
 def datasheet(name: str, dtype: torch.dtype) -> float | None:
-    """Return the FLOP/s that the manufacturer specifies for the device of that name, in `dtype`,
-    dense; None where DATASHEET has no entry or no figure for the dtype.
+    """Return the FLOP/s of dense matrix products in `dtype` that the manufacturer specifies for the
+    GPU of that name (as torch.cuda.get_device_name returns it); None if none is known.
     """
     known = [start for start in DATASHEET if re.match(rf"{start}\b", name)]
     if not known or ANOTHER.search(name):
@@ -97,8 +97,9 @@ def datasheet(name: str, dtype: torch.dtype) -> float | None:
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype, seconds: float = 0.25) -> float:
-    """Return the FLOP/s of the fastest of several square matrix products in `dtype`; takes about
-    `seconds`. Ranks measure at the same time, so those that share a device share its rate.
+    """Measure and return the FLOP/s of square matrix products in `dtype` on the device, those of
+    the fastest of all that fit into about `seconds`. Ranks measure at the same time, so those that
+    share a device share its rate.
     """
     # 2 size^3 FLOP: 1.1 TFLOP, about 2 ms on an H100; 2.1 GFLOP on a CPU
     size = 8192 if device.type == "cuda" else 1024

@@ -193,8 +193,9 @@ def _kind(name: str) -> str:
 
 
 def _store(folder: str | PathLike, mesh: Mesh, keep: int = 0) -> Checkpoints:
-    """Return the checkpoint store of a folder, which keeps the `keep` newest (0: all) and
-    communicates over one process group of all ranks, made once.
+    """Return the store of checkpoints in a folder, which keeps the `keep` newest (0: all). All such
+    stores of this process communicate over one process group of all ranks, made at the first call
+    (collective).
     """
     group = None
     if mesh.grid is not None:
@@ -205,8 +206,8 @@ def _store(folder: str | PathLike, mesh: Mesh, keep: int = 0) -> Checkpoints:
 def _parameter_names(
     module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters that the optimizer updates, by name. Raises ValueError where one is not
-    the module's.
+    """Return name in the module -> parameter, for the parameters that the optimizer updates. Raises
+    ValueError if one of them does not belong to the module.
     """
     names = {p: name for name, p in module.named_parameters()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -52,7 +52,7 @@ class StepRecording:
         self.started = False
 
     def start(self) -> None:
-        """Start the profiler, in its warm-up; a second call does nothing."""
+        """Start the profiler in its warm-up, which records nothing; a second call does nothing."""
         if not self.started:
             self.profiler.start()
             self.started = True
@@ -153,8 +153,9 @@ class Profile:
             self.recording.stop()
 
     def write(self, facts: Callable[[float], dict[str, Any]]) -> list[str]:
-        """Write trace and tables of the recorded step; return the lines to print, empty on all
-        ranks but the first. Every rank calls it.
+        """Write the trace (first rank of each pipeline stage) and the tables (first rank) of the
+        recorded step into the run's folder, and return the lines to print; [] on all ranks but the
+        first. Collective.
 
         `facts` maps the seconds of the step to further numbers for table.json. A file that cannot
         be written is reported in the lines and raises nothing, as other ranks would wait for this
@@ -208,8 +209,9 @@ class Profile:
         operators: str,
         failed: list[str],
     ) -> list[str]:
-        """Write table.txt and table.json (first rank); return the lines to print. `tables` has
-        (rank, stage, table) of each rank shown; an OSError goes into `failed`.
+        """Write table.txt and table.json of the profiled step, and return the lines to print.
+        `tables`: (rank, stage, table) of each rank shown; `facts`: maps seconds to further numbers;
+        `operators`: a table as text, for table.txt; the text of an OSError is appended to `failed`.
         """
         known = facts(tables[0][2].seconds)
         text = []

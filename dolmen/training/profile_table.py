@@ -155,8 +155,8 @@ def is_collective(kind: str) -> bool:
 
 @cache
 def name_kind(name: str) -> str:
-    """Return the kind of work that the name of an operator or kernel matches first in NAMES; else
-    OTHER.
+    """Return the kind of work ("matrix products", "attention", "copies and casts", ...) of an
+    operator or GPU kernel by patterns of its name; "other" if none matches.
     """
     return next((kind for kind, pattern in NAMES if re.search(pattern, name, re.I)), OTHER)
 
@@ -272,7 +272,9 @@ def _union(spans: list[tuple[float, float]]) -> float:
 
 
 def _is_recomputed(event: FunctionEvent | None) -> bool:
-    """Return whether an event is, or is inside, a recomputation of forward."""
+    """Return whether a profiler's event is, or is inside, a recomputation of forward (activation
+    checkpointing).
+    """
     while event is not None and event.name != RECOMPUTE:
         event = event.cpu_parent
     return event is not None

@@ -115,8 +115,8 @@ def _require_init(resolved: ResolvedRun, why: str) -> None:
 
 
 def _digest(source: ModelSource) -> str:
-    """Return a digest of the weights and the structure of a model, as another model may come to lie
-    at the same path.
+    """Return a text that identifies a model by its content: a hash of all its weights, which are
+    read, and its spec. (Another model may come to lie at the same path.)
     """
     # several GB/s: reading the weights takes longer
     digest = xxhash.xxh3_128()
@@ -141,9 +141,9 @@ def _key(weights: str, run: RunConfig, rows: PackedRows) -> str:
 
 
 def initial_model(resolved: ResolvedRun, state: TrainState, mesh: Mesh) -> Decoder:
-    """Return the reference model of rollouts, loaded: --objective.reference, else the initial
-    model, whose random weights are sampled again where there is no --init. Raises Unusable where it
-    is gone.
+    """Return the reference model of rollouts (KL penalty, distillation), with its weights: that of
+    --objective.reference, else the initial model, whose random weights are sampled again if there
+    is no --init. Raises Unusable if the initial model no longer exists.
     """
     run = resolved.config
     if resolved.reference is None:
@@ -165,8 +165,8 @@ def load_model(run: RunConfig, source: ModelSource, state: TrainState, mesh: Mes
 
 
 def _build(run: RunConfig, spec: ModelSpec, state: TrainState, mesh: Mesh) -> Decoder:
-    """Return a model of `spec` for inference, in the layout and schedule of the trained model,
-    without values.
+    """Return a model of `spec` for inference, in the layout and schedule of the trained model
+    (`state`), whose parameters have no values yet.
     """
     dtype = run.train.dtype
     return build.build(

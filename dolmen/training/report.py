@@ -148,7 +148,9 @@ def describe_length(state_: TrainState, loader: Loader, tokens: int) -> str:
 
 
 def describe_warmup(run: RunConfig) -> str:
-    """Return the warm-up in steps as text, with its tokens where it is configured in tokens."""
+    """Return the steps of the learning-rate warm-up as text, followed by its tokens if it is
+    configured in tokens.
+    """
     tokens = run.optimizer.warmup_tokens
     return f"{run.warmup_steps:g}" + ("" if tokens is None else f" ({size(tokens)} tokens)")
 

@@ -135,8 +135,9 @@ NOT_ACTING = (
 
 
 def acting_options(config: RunConfig) -> dict[str, Any]:
-    """Return the run's options as plain values, without those that have no effect: options that are
-    None by default and now, and sections in NOT_ACTING that equal the defaults.
+    """Return the run's options as nested plain values, as config.yaml has them, without those that
+    have no effect: options that are None, by default and here, and optional sections (adapter,
+    rollout, ...) in which nothing differs from the defaults.
     """
     values, default = to_dict(config), to_dict(RunConfig())
     # a section that differs from its default in one option is kept as a whole

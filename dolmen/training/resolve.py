@@ -58,8 +58,9 @@ class ResolvedRun:
 
     @property
     def reusable(self) -> RunConfig:
-        """The run as config.yaml has it: resolved, but dp and the microbatch size are those
-        requested, so that where these are unset a resume follows its own number of processes.
+        """The options that config.yaml stores: resolved, but with dp and the microbatch size as
+        they were requested, so that, if these were unset, a resume chooses them by its own number
+        of processes.
         """
         layout = replace(self.config.layout, dp=self.requested.layout.dp)
         train = replace(self.config.train, microbatch_size=self.requested.train.microbatch_size)
@@ -212,7 +213,7 @@ class Data:
 
     @property
     def sources(self) -> list[DataSource]:
-        """All data sources, of training, validation and pretraining."""
+        """All data sources of the run: of training, validation and PPO's pretraining text."""
         opened = [self.inputs, *([self.pretraining] if self.pretraining else [])]
         return [source for inputs in opened for source in inputs.every_source]
 
@@ -276,8 +277,9 @@ def load_data(resolved: ResolvedRun, data: Data, progress: bool, verify: bool) -
 def load_text(
     config: RunConfig, data: DataConfig, opened: Inputs, progress: bool, verify: bool
 ) -> Loader:
-    """Return a loader of text, chats or pairs for the run's model; `progress` and `verify` as in
-    `load_data`.
+    """Return a loader of the text, chats or pairs in the opened sources for the run's model,
+    tokenized into the cache. `data`: options of these data; `progress`: show bars; `verify`:
+    compare the cache with its digests. Raises ValueError.
     """
     return data_loader.load(
         data,

@@ -206,9 +206,9 @@ def make_initial(job: _Job) -> TrainState:
 
 @contextmanager
 def _lock(job: _Job) -> Iterator[None]:
-    """Context manager that holds the lock of the run's folder, on the first rank. Raises Unusable,
-    on every rank, where another run holds it; a restart waits up to 60 seconds. Warns where the
-    file system has no locks.
+    """Context manager: the first rank holds the lock of the run's folder, so that no second run
+    uses it. Raises Unusable, on every rank, if another run holds it; a restart waits up to 60
+    seconds. Prints a warning where the file system has no locks. Collective.
     """
     patience = 60 if job.start.restarted else 0
     descriptor = on_first_rank(job.mesh, lambda: folder.lock_folder(job.out, patience))

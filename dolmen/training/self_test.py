@@ -172,7 +172,9 @@ def _equals_one_thread(a: Tensor, b: Tensor, want: Tensor) -> bool:
 def _random_matrix(
     rows: int, columns: int, transposed: bool, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return a random matrix [rows, columns] in `dtype`, stored by rows or by columns."""
+    """Return a random matrix [rows, columns] in `dtype`, the same at each call, stored by rows, or
+    with `transposed` by columns.
+    """
     generator = torch.Generator().manual_seed(0)
     if transposed:
         return torch.randn(columns, rows, generator=generator).to(dtype).t()

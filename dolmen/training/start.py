@@ -119,10 +119,10 @@ def changes_since(saved: Saved, run: RunConfig, loader: Loader) -> list[str]:
 def load_newest(
     state: TrainState, run: RunConfig, checkpoints: Checkpoints, console: Console, fall_back: bool
 ) -> Saved | None:
-    """Load the newest complete checkpoint into `state` (tensors) and return what else it stores;
-    None if there is none. With `fall_back` a damaged one is moved aside and the one before it
-    tried. Raises Damaged where none can be read, and Unusable, on every rank, for a checkpoint of
-    another model, which is never moved aside.
+    """Load the tensors of the newest complete checkpoint into `state`, and return what else it
+    stores; None if there is no checkpoint. With `fall_back` a damaged one is moved aside, with a
+    printed warning, and the one before it tried. Collective. Raises Damaged if none can be read,
+    and Unusable, on every rank, for a checkpoint of another model, which is never moved aside.
     """
     steps = checkpoints.steps()
     for step in reversed(steps):
@@ -150,7 +150,7 @@ def _load(
     """
 
     def read() -> Saved:
-        """Return the checkpoint's state.json, parsed."""
+        """Return what the checkpoint's state.json stores, checked."""
         return saved_state.read_saved(checkpoints.meta(step), checkpoints.path(step))
 
     saved = checkpoints.together(step, read)[0]
@@ -200,9 +200,9 @@ class StartMode:
 
 
 def rank_facts(run: RunConfig, out: Path, refusal: str | None, **more: object) -> dict[str, object]:
-    """Return what must be equal on every rank, by name: options, folder, versions, hash of the
-    source code, this rank's error (`refusal`) and `more`. Cache folder and number of data workers
-    may differ.
+    """Return name -> value of this rank for all that must be equal on every rank: options (except
+    cache folder and number of data workers), the run's folder, versions of dolmen and torch, hash
+    of the source code, this rank's error (`refusal`, None: none) and `more`.
     """
     options = flatten({k: v for k, v in to_dict(run).items() if v is not None})
     # hosts may have different disks and cores

@@ -98,9 +98,9 @@ def step_without_decay(optimizer: Optimizer) -> None:
 
 
 def reset_optimizer(optimizer: Optimizer) -> None:
-    """Zero the optimizer's moments and its step count, in place, at the end of the frozen phase.
-    Old rows have no moments yet, and the step count that corrects their bias is shared by the whole
-    table.
+    """Zero the moments of all parameters and the step count of the optimizer, in place. Done when
+    the phase in which only rows of new tokens are trained ends: old rows have no moments yet, and
+    the step count that corrects their bias is shared by all rows.
     """
     # moments exist before they are zeroed, also where no step was made yet
     optim.prime(optimizer)

@@ -206,8 +206,9 @@ def _global_counts(state: TrainState, terms: list[LossTerm], mesh: Mesh) -> tupl
 def _reduce_over_world(
     local_sums: list[tuple[Tensor, Tensor]], counts: Tensor, mesh: Mesh
 ) -> tuple[list[Tensor], Tensor]:
-    """All-reduce the results of `forward_backward` of all terms at once. Return for each term its
-    mean loss and mean metrics [1 + names], and the tallies of all experts.
+    """Sum this rank's results of `forward_backward` for all terms over the world, in one
+    all-reduce. Return, for each term, its loss and metrics divided by its count in `counts` [1 +
+    names], and the expert tallies of all layers.
     """
     tallies = torch.stack([sums for _, sums in local_sums]).sum(0)
     sizes = [len(sums) for sums, _ in local_sums]
@@ -279,8 +280,9 @@ def _read_back(
 
 
 def _update(state: TrainState, parameters: list[Any], norm: Tensor, lr: float) -> None:
-    """Clip the gradients at the global norm, remove the loss scale, and step the optimizer at the
-    learning rate `lr`; all in place.
+    """Update the parameters: divide their gradients by the loss scale and clip them so that the
+    global `norm` is at most config.clip (0: no clipping), set the learning rate `lr`, and step the
+    optimizer, without weight decay while only rows of new tokens are trained.
     """
     # one factor for both, so that gradients are read and written once
     factor = torch.full_like(norm, 1 / state.scale.value)
@@ -348,8 +350,9 @@ def forward_backward(
         factor = torch.ones_like(count)  # joins complete gradients: a sum would be rounded twice
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
-        """Run one stage's forward of a microbatch from its input `x` (None: tokens); return
-        activations, or on the last stage the scaled loss [], whose sums it accumulates.
+        """Run the forward of microbatch `micro` through this rank's pipeline stage `chunk`, from
+        the activations `x` of the stage before (None: from the tokens). Return its activations, or
+        on the last stage the scaled loss [], after adding loss and metrics to this rank's sums.
         """
         # number of the row in the global batch
         first = mesh.dp.rank * rows + micro * size

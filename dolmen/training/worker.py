@@ -187,8 +187,8 @@ def count_processes(config: RunConfig, nproc: int | None) -> int | None:
 
 
 def try_functions(config: RunConfig) -> None:
-    """Start the worker processes of the user's reward functions and environment, and stop them
-    again. Raises ValueError where a function cannot be imported.
+    """Start the worker processes of the user's reward functions and environment, which import these
+    functions, and stop them again. Raises ValueError if a function cannot be imported.
     """
     limit = config.rollout.timeout_seconds
     for _, name in rewards.parse_rewards(config.reward):
@@ -344,9 +344,9 @@ def _start(
 
 @contextmanager
 def explain_errors(out: Path) -> Iterator[None]:
-    """Context manager that turns errors that are no bug (damaged files, a full disk, a loss that is
-    not finite) into BadInput or Failed with one sentence about what is saved. Others pass with
-    their traceback.
+    """Context manager: raise errors that are no bug as BadInput (a damaged checkpoint, an unusable
+    folder) or Failed (a failed save or upload, a full disk, and, as final, a loss that is not
+    finite), with a message for the user. Other exceptions pass unchanged. `out`: the run's folder.
     """
     try:
         yield

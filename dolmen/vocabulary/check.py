@@ -39,8 +39,8 @@ class Text:
         return None if self.source.hubs else sum(file.stat().st_size for file in files)
 
     def pieces(self) -> Iterator[str]:
-        """Yield all text in order, in pieces that fit into memory. Raises ValueError for unreadable
-        text.
+        """Yield the whole text of the data source in order, in pieces that fit into memory. Raises
+        ValueError for unreadable text.
         """
         for piece in pieces(self.source, self.field):
             yield piece.text

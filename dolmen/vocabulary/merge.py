@@ -97,7 +97,7 @@ class Merged:
 
     @property
     def size(self) -> int:
-        """Number of tokens after the merge."""
+        """Number of tokens of the merged tokenizer."""
         return self.base + self.added
 
     def lines(self) -> list[str]:
@@ -277,7 +277,9 @@ def extend_bpe(
             added.between += token not in left
 
     def add_between(token: str) -> None:
-        """Add an intermediate token, unless it is a wanted one, which is added in its turn."""
+        """Add the result of an intermediate merge as a token, unless the BPE has it or it is a
+        wanted token, which is added in its turn.
+        """
         if token not in left:  # or its turn comes, in order
             add(token)
 

@@ -351,7 +351,7 @@ class Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, answer)
 
     def _send_text(self, status: HTTPStatus, words: str) -> None:
-        """Send a response of plain text with this status."""
+        """Send a complete HTTP response with this status and the plain text `words`."""
         self._send(status, Answer("text/plain; charset=utf-8", words.encode()))
 
     def _send(self, status: HTTPStatus, answer: Answer) -> None:

@@ -133,8 +133,9 @@ class Series:
         return name in self.names
 
     def _seconds(self, row: Mapping[str, Any]) -> float | None:
-        """Return the training time of a row in seconds, without stops; for rows of older runs,
-        which lack it, the time since the first row. None where neither is known.
+        """Return the seconds that the run had trained by a row of metrics.jsonl, without the time
+        between its starts. For runs whose rows do not record it, return the wall time since the
+        first row; None where neither is known.
         """
         seconds = number(row.get("seconds"))
         if seconds is not None:

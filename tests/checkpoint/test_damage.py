@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from dolmen.checkpoint import folders
 from dolmen.checkpoint.folders import Damaged
-from dolmen.checkpoint.reader import locate, open_checkpoint
+from dolmen.checkpoint.reader import Checkpoint, locate
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core.mesh import SINGLE
 from dolmen.files import pickles
@@ -110,7 +110,7 @@ def test_a_part_left_out(store):
         content = path.read_bytes()
         path.unlink()
         with pytest.raises(ValueError, match=r"missing|no checkpoint of step 1"):
-            loads(store) or open_checkpoint(store.folder / "step-00000001")
+            loads(store) or Checkpoint(store.folder / "step-00000001")
         path.write_bytes(content)
     assert loads(store)
 
@@ -123,14 +123,14 @@ def test_a_file_of_another_step_is_not_taken_for_this_ones(store):
     with pytest.raises(Damaged, match="the file has changed since it was saved"):
         store.load(1, tensors(0.0))
     with pytest.raises(Damaged, match="the file has changed since it was saved"):
-        open_checkpoint(store.path(1)).read("model/w")
+        Checkpoint(store.path(1)).read("model/w")
 
 
 def test_without_its_seal_it_is_damaged(store):
     (store.path(1) / folders.SEAL).unlink()
     assert not loads(store)
     with pytest.raises(Damaged, match="seal: .*missing"):
-        open_checkpoint(store.path(1))
+        Checkpoint(store.path(1))
 
 
 def test_a_newer_format_is_no_damage(store):
@@ -205,7 +205,7 @@ def huge(t) -> None:
 def test_made_up_descriptions_are_refused(store, case):
     edit(store.path(1), MADE_UP[case])
     with pytest.raises(Damaged) as raised:
-        open_checkpoint(store.path(1)).read("model/w")
+        Checkpoint(store.path(1)).read("model/w")
     assert "\n" not in str(raised.value) and not loads(store)
 
 
@@ -307,4 +307,4 @@ def test_the_newest_checkpoint_without_its_state_is_damaged_and_not_passed_over(
     with pytest.raises(Damaged, match=r"step-00000002/state\.json"):
         store.meta(2)
     with pytest.raises(Damaged, match=r"step-00000002/state\.json"):
-        open_checkpoint(locate(store.folder))
+        Checkpoint(locate(store.folder))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from spawning import run_spawned
 from tiny_models import Flat, build, initialize
 
-from dolmen.checkpoint.reader import locate, open_checkpoint
+from dolmen.checkpoint.reader import Checkpoint, locate
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core import state
 from dolmen.core.mesh import SINGLE
@@ -69,7 +69,7 @@ def differing(folder: Path) -> list[str]:
 @pytest.mark.full  # golden/test_checkpoints.py has a model with experts
 def test_experts_move_between_layouts(tmp_path):
     assert run_spawned(4, differing, tmp_path) == []
-    want, read = held(SINGLE, Layout(dp=1), 0), dict(open_checkpoint(locate(tmp_path)).stream())
+    want, read = held(SINGLE, Layout(dp=1), 0), dict(Checkpoint(locate(tmp_path)).stream())
     assert {f"model/{name}" for name in read} == {
         name for name in want if name.startswith("model/")
     }

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from worlds import Layout, Run, differing
 
-from dolmen.checkpoint.reader import locate, open_checkpoint
+from dolmen.checkpoint.reader import Checkpoint, locate
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.checkpoint.writer import Writer
 from dolmen.core.mesh import SINGLE
@@ -179,7 +179,7 @@ def test_loads_in_one_process(world):
 
 def test_streams_whole_tensors(world):
     expected = torch.load(world[0] / "expected.pt", weights_only=True)
-    checkpoint = open_checkpoint(locate(world[0] / "run"))
+    checkpoint = Checkpoint(locate(world[0] / "run"))
     assert checkpoint.meta == {"step": 2, "layout": "dp2 tp2"}
     assert checkpoint.specs == {n: Spec(tuple(t.shape), t.dtype) for n, t in expected.items()}
     whole = {n: t for n, t in expected.items() if n.startswith("model/")}

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from dolmen.checkpoint import folders
 from dolmen.checkpoint import metadata as descriptions
-from dolmen.checkpoint.reader import open_checkpoint
+from dolmen.checkpoint.reader import Checkpoint
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core.mesh import SINGLE
 
@@ -58,7 +58,7 @@ def test_metadata_executes_nothing(saved, tmp_path, attack, where):
         ValueError,
         match=r"\.metadata is missing, damaged or not safe to read: it names [\w.]+, which",
     ):
-        open_checkpoint(saved)
+        Checkpoint(saved)
     assert not (tmp_path / "mark").exists()
 
 
@@ -75,26 +75,26 @@ def test_tensors_only(saved):
     with pytest.raises(
         ValueError, match="names torch.distributed.checkpoint.metadata.BytesStorageMetadata"
     ):
-        open_checkpoint(saved)
+        Checkpoint(saved)
 
 
 def test_numbers_are_no_tensors(saved):
     edit(saved, lambda m: m.state_dict_metadata.update({"model/v": 3}))
     with pytest.raises(ValueError, match=r"\['model/v'\] are not tensors"):
-        open_checkpoint(saved)
+        Checkpoint(saved)
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"model/w": 3}, None])
 def test_no_metadata_at_all(saved, content):
     describe(saved, content)
     with pytest.raises(ValueError, match="it is a"):
-        open_checkpoint(saved)
+        Checkpoint(saved)
 
 
 def test_a_part_that_is_nowhere(saved):
     edit(saved, lambda m: m.storage_data.clear())
     with pytest.raises(ValueError, match=r"describes only parts of 1 tensors, e.g. \['model/w'\]"):
-        open_checkpoint(saved).read("model/w")
+        Checkpoint(saved).read("model/w")
 
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../outside", ".."])
@@ -105,7 +105,7 @@ def test_nothing_outside_is_read(saved, name):
         lambda m: [setattr(place, "relative_path", name) for place in m.storage_data.values()],
     )
     with pytest.raises(ValueError, match="a file outside the checkpoint|is missing, damaged"):
-        open_checkpoint(saved).read("model/w")
+        Checkpoint(saved).read("model/w")
 
 
 @pytest.mark.parametrize("attack", ["os.system", "eval"])
@@ -123,11 +123,11 @@ def test_shards_execute_nothing(saved, tmp_path, attack):
         ],
     )
     with pytest.raises(ValueError, match=refused):
-        open_checkpoint(saved).read("model/w")
+        Checkpoint(saved).read("model/w")
     shard.write_bytes(pickle.dumps(attacks(tmp_path / "mark")[attack]))
     seal_again(saved)  # or it would be refused for its size alone
     with pytest.raises(ValueError, match=refused):
-        open_checkpoint(saved).read("model/w")
+        Checkpoint(saved).read("model/w")
     assert not (tmp_path / "mark").exists()
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dolmen.checkpoint import folders
-from dolmen.checkpoint.reader import locate, open_checkpoint
+from dolmen.checkpoint.reader import Checkpoint, locate
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.checkpoint.writer import Writer, explain_write_errors
 from dolmen.core.mesh import SINGLE
@@ -243,7 +243,7 @@ def test_a_damaged_shard_is_named(store, harm):
     with pytest.raises(ValueError, match=rf"{shard} is missing, damaged or truncated"):
         store.load(1, tensors(0.0))
     with pytest.raises(ValueError, match=str(shard)):
-        open_checkpoint(store.path(1)).read("model/w")
+        Checkpoint(store.path(1)).read("model/w")
 
 
 def test_damaged_descriptions_are_named(store):
@@ -253,9 +253,9 @@ def test_damaged_descriptions_are_named(store):
         content = path.read_bytes()
         path.write_bytes(content[:-9])
         with pytest.raises(ValueError, match=rf"{path} is .*damaged"):
-            open_checkpoint(store.path(1))
+            Checkpoint(store.path(1))
         path.write_bytes(content)
-    open_checkpoint(store.path(1))
+    Checkpoint(store.path(1))
 
 
 def test_locates(store, tmp_path):

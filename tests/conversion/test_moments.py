@@ -13,7 +13,7 @@ from rich.console import Console
 from test_megatron_read import GPT2, LLAMA, VOCABULARY, built
 from test_torch_dist import described, lay, parts, whole
 
-from dolmen.checkpoint.reader import open_checkpoint
+from dolmen.checkpoint.reader import Checkpoint
 from dolmen.conversion import convert
 from dolmen.conversion.config import ConvertConfig
 from dolmen.conversion.megatron import dist_export
@@ -344,8 +344,7 @@ def test_a_run_goes_on_with_the_count_that_it_began_with(material, tmp_path):
             one = replace(run, train=replace(run.train, steps=steps))
             run_training(one, tmp_path / out, SINGLE, Console(quiet=True), resumed=steps != ends[0])
     whole, again = (
-        open_checkpoint(tmp_path / out / "checkpoints" / "step-00000004")
-        for out in ("whole", "parts")
+        Checkpoint(tmp_path / out / "checkpoints" / "step-00000004") for out in ("whole", "parts")
     )
     assert whole.meta["inherited"] == again.meta["inherited"] == 7
     assert whole.meta["updates"] == again.meta["updates"] == 4

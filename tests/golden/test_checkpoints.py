@@ -16,7 +16,7 @@ from spawning import run_spawned
 from table import FAMILIES, NEXT_TOKEN, OPTIMIZER, ROWS, SINGLE, STEPS, Layout, batches
 from tiny_models import Flat, Tiny, build, initialize
 
-from dolmen.checkpoint.reader import open_checkpoint
+from dolmen.checkpoint.reader import Checkpoint
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core import state
 from dolmen.core.mesh import Mesh
@@ -135,7 +135,7 @@ def differing_tensors(folder: Path, case: Case, train: TrainState, mesh: Mesh) -
     tensors = train.tensors()
     for tensor in tensors.values():  # what is not loaded is not what was saved
         state.local_view(tensor).fill_(-7)
-    saved = open_checkpoint(folder / family / source / "step-00000002")
+    saved = Checkpoint(folder / family / source / "step-00000002")
     Checkpoints(folder / family / source, mesh, 0).load(2, tensors, tensor_names(family))
     wrong = [
         n
@@ -175,7 +175,7 @@ def test_loaded_in_one_process(results, folder, case):
     family, saved, _ = case
     train, mesh = start(family, "one", 9)
     tensors = train.tensors()
-    stream = open_checkpoint(folder / family / saved / "step-00000002")
+    stream = Checkpoint(folder / family / saved / "step-00000002")
     Checkpoints(folder / family / saved, mesh, 0).load(2, tensors)
     assert set(tensors) == set(stream.specs) and all(
         torch.equal(t, stream.read(n)) for n, t in tensors.items()
@@ -183,7 +183,7 @@ def test_loaded_in_one_process(results, folder, case):
     if family.endswith("fp8"):  # some number is rounded to its other neighbour
         return
     # and what two steps made is what one process made
-    others = open_checkpoint(folder / family / "one" / "step-00000002")
+    others = Checkpoint(folder / family / "one" / "step-00000002")
     for n in tensors:
         assert float((stream.read(n) - others.read(n)).abs().max()) <= 1e-5 * max(
             1.0, float(others.read(n).abs().max())

@@ -31,7 +31,7 @@ from trainer import IGNORED, Batch, Job, MuonJob, Result
 from transformers import PreTrainedTokenizerFast
 
 import dolmen
-from dolmen.checkpoint.reader import locate, open_checkpoint
+from dolmen.checkpoint.reader import Checkpoint, locate
 from dolmen.conversion import hf_export
 from dolmen.data.config import DataConfig
 from dolmen.data.loader import TextLoader
@@ -265,7 +265,7 @@ def read(job: Job, out: Path) -> Result:
     def column(name: str) -> list[float]:
         return [number(r[name]) for r in steps if name in r]
 
-    saved = open_checkpoint(locate(out))
+    saved = Checkpoint(locate(out))
     model = ModelConfig.from_plain(saved.meta["run"]["model"])
 
     def moments(kind: str) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ from rows import DATA, named
 from safetensors.torch import load_file
 
 import dolmen
-from dolmen.checkpoint.reader import locate, open_checkpoint
+from dolmen.checkpoint.reader import Checkpoint, locate
 from dolmen.conversion import hf
 from dolmen.core import state
 from dolmen.families import weight_map
@@ -79,7 +79,7 @@ def test_adapters(name, made, tmp_path):
     losses, norms = adapter.series(out, "loss"), adapter.series(out, "grad_norm")
     assert losses == pytest.approx(want.losses, rel=ROUNDING)
     assert norms == pytest.approx(want.norms, rel=ROUNDING)
-    saved = open_checkpoint(locate(out))
+    saved = Checkpoint(locate(out))
     for kind, true in (("exp_avg", want.first), ("exp_avg_sq", want.second)):
         for stored in begin:
             entry = weight_map(model).entries[stored]

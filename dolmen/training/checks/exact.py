@@ -89,8 +89,8 @@ def _check_options(config: RunConfig) -> None:
 
 
 def _check_components(spec: ModelSpec) -> None:
-    """Raise ValueError for the first component of the model, or field of one, that exact numerics
-    do not cover.
+    """Raise ValueError for the first component of the model (embedding, head, norms, attention,
+    MLP, rope), or field of one, that exact numerics do not cover.
     """
     parts: list[Any] = [spec.embedding, spec.head, spec.final_norm]
     for block in dict.fromkeys(spec.blocks):
@@ -112,9 +112,9 @@ def _check_components(spec: ModelSpec) -> None:
 
 
 def _check_model_sizes(config: RunConfig) -> None:
-    """Raise ValueError where tp does not divide train.exact.tp, or that does not divide hidden
-    size, query heads, key-value heads and intermediate size, or tp splits a block of the
-    vocabulary.
+    """Raise ValueError unless the layout's tp divides train.exact.tp (the largest tp with the same
+    bits), this divides hidden size, query heads, key-value heads and intermediate size, and tp cuts
+    the vocabulary between the blocks into which train.exact.tp cuts it.
     """
     limit, tp, spec = config.train.exact.tp, config.layout.tp, config.spec
     if limit % tp:

@@ -61,9 +61,10 @@ def _read_by(run: RunConfig, source: str | None, data: Sequence[DataSource]) -> 
 
 
 def check_resume(run: RunConfig, out: Path) -> None:
-    """Raise ValueError where the run cannot resume from the newest checkpoint in `out`: it is
-    damaged, of another model or optimizer, or past the run's end; or where foreign files have names
-    that the run writes.
+    """Raise ValueError if the run cannot resume in the folder `out`: its newest checkpoint is
+    damaged, of another model or optimizer, or past the run's end, or files that dolmen did not
+    write have names that the run writes. Reads no tensors. Without a checkpoint only the files are
+    checked.
     """
     if out.is_dir():
         folder.check_names_free(
@@ -106,7 +107,9 @@ def check_resume(run: RunConfig, out: Path) -> None:
 
 
 def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
-    """Raise Unusable, naming the fields, where the run `saved` at `step` has another model."""
+    """Raise Unusable, naming the fields, if the run whose options were `saved` in the checkpoint of
+    `step` has another model or other adapters than `run`.
+    """
     assert run.model is not None
     try:
         before = _structure(*saved_state.model_of(saved))
@@ -121,8 +124,8 @@ def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
 
 
 def check_same_optimizer(saved: dict, run: RunConfig, step: int) -> None:
-    """Raise Unusable where the run `saved` at `step` has another kind of optimizer, whose state
-    cannot be used.
+    """Raise Unusable if the run whose options were `saved` in the checkpoint of `step` has another
+    kind of optimizer (optimizer.name) than `run`, whose state cannot be used.
     """
     before = saved.get("optimizer", {}).get("name", OptimizerConfig.name)  # there was one
     if before != run.optimizer.name:
@@ -166,8 +169,8 @@ def _structure(model: ModelConfig, training: Training) -> dict:
 
 
 def adapter_fields(adapter: LoraSpec | None) -> dict:
-    """Return the options of adapters that must not change on resume; targets by the last part of
-    their names.
+    """Return the options of LoRA adapters that must not change on resume, as plain values: rank,
+    alpha, targets (last parts of their names), and so on; a rank of None without adapters.
     """
     if adapter is None:
         return {"rank": None}

@@ -110,8 +110,9 @@ def check_moments(resolved: ResolvedRun) -> None:
 
 
 def check_adapter(run: RunConfig) -> None:
-    """Raise ValueError where adapters have no initial model, or are combined with an option that
-    trains or rounds the frozen weights (fp8 with int8 storage, Muon, router bias).
+    """Raise ValueError if the run trains adapters (--adapter.rank) without an initial model, or
+    with an option that trains or rounds the frozen weights (fp8 with int8 storage, Muon, router
+    bias).
     """
     if run.training.adapter is None:
         return

@@ -30,8 +30,8 @@ REPLACED_BY_CRITIC = (
 
 
 def check_rollout(resolved: ResolvedRun) -> None:
-    """Raise ValueError where objective, prompts, rewards and rollout options do not fit together,
-    or the layout cannot generate.
+    """Raise ValueError if objective, kind of data, rewards, environment and rollout options do not
+    fit together, or the layout cannot generate; and for options of rollouts in other runs than RL.
     """
     run = resolved.config
     rewarded = bool(run.reward) or (run.objective.name == "grpo" and run.rollout.distills)
@@ -91,8 +91,8 @@ def check_rollout(resolved: ResolvedRun) -> None:
 
 
 def _check_rewards(resolved: ResolvedRun) -> None:
-    """Raise ValueError for an environment or a reward that does not exist or cannot score the run's
-    tokens.
+    """Raise ValueError for names of --environment and --reward that are not well formed or unknown,
+    and for a reward model that cannot score the run's tokens. User functions are not imported yet.
     """
     run = resolved.config
     if run.environment is not None:
@@ -161,8 +161,9 @@ def _check_layout(run: RunConfig) -> None:
 
 
 def check_group_size(config: RolloutConfig) -> None:
-    """Raise ValueError where the advantage estimator, or resampling, compares the completions of a
-    prompt, and --rollout.num-generations is 1.
+    """Raise ValueError if there is one completion per prompt (--rollout.num-generations 1), and the
+    advantage estimator compares the completions of a prompt, or groups with equal rewards are to be
+    resampled.
     """
     if config.num_generations < 2 and config.advantage_estimator in GROUP_ESTIMATORS:
         raise ValueError(

@@ -71,8 +71,8 @@ def check_finish(config: RunConfig) -> None:
 
 
 def check_exportable(config: RunConfig) -> None:
-    """Raise ValueError where the trained model cannot be expressed by a config.json of
-    transformers.
+    """Raise ValueError if the trained model cannot be written as a transformers directory, as no
+    config.json there expresses it.
     """
     hf_export.check_expressible(config.known_model, config.train.training.apply_to(config.spec))
 
@@ -117,8 +117,8 @@ def check_layout(config: RunConfig) -> None:
 
 
 def usable_processes(config: RunConfig, processes: int) -> int:
-    """Return the largest number of at most `processes` processes at which the layout fits the
-    model and the batch; `processes` itself where none does, for its error to be raised.
+    """Return the largest number, up to `processes`, of processes on which the run's layout fits
+    model and batch; if none does, `processes` itself, so that the caller raises its error.
     """
     inner = config.layout.inner
     for size in range(processes // inner * inner, 0, -inner):
@@ -220,8 +220,9 @@ def check_profile(config: RunConfig, steps: int) -> None:
 
 
 def check_objective(resolved: ResolvedRun) -> None:
-    """Raise ValueError where objective, kind of data and head of the model do not fit, and for a
-    reference model or pairs that cannot be used.
+    """Raise ValueError if --objective.name does not fit the kind of data (--data.rows) or the
+    model's head, the reference model has another vocabulary, or pairs cannot be divided over
+    processes and microbatches.
     """
     config = resolved.config
     objective, rows = config.objective, config.data.rows
@@ -260,7 +261,9 @@ def check_pairs(config: RunConfig) -> None:
 
 
 def check_reference(resolved: ResolvedRun) -> None:
-    """Raise ValueError for a reference model whose vocabulary has another size."""
+    """Raise ValueError if the model of --objective.reference has another vocabulary size than the
+    run's; nothing is checked without one.
+    """
     if resolved.reference is None:
         return
     policy_rows, other = resolved.config.spec.vocab_size, resolved.reference.spec.vocab_size
@@ -285,8 +288,9 @@ def validate(resolved: ResolvedRun) -> None:
 
 
 def validate_computation(resolved: ResolvedRun) -> None:
-    """Raise ValueError for a run that cannot be computed, whatever its initial weights and data
-    are: the rules that a dry run checks too.
+    """Check the rules on a run that do not depend on initial weights and data, which a dry run
+    checks too: lengths, objective, rollouts, layout, precision, exact numerics, export. Raises
+    ValueError.
     """
     config = resolved.config
     check_finish(config)
@@ -302,7 +306,9 @@ def validate_computation(resolved: ResolvedRun) -> None:
 
 
 def check_start_trackers(config: RunConfig) -> None:
-    """Raise ValueError where an experiment tracker of --log.to is not installed."""
+    """Raise ValueError if the package of an experiment tracker in --log.to is not installed; none
+    is started.
+    """
     if lacking := metrics.not_installed(config.log.trackers):
         raise ValueError(
             f"log.to has {lacking[0]}, which is not installed: pip install 'dolmen[log]', or leave "

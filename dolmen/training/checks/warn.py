@@ -78,8 +78,8 @@ def batch_over_epoch(run: RunConfig, loader: Loader) -> str | None:
 
 
 def no_replay_source(run: RunConfig, loader: Loader) -> str | None:
-    """Return a warning where new vocabulary rows are trained (another language) on a single data
-    source, so that the model forgets what it knew, or None.
+    """Return a warning if rows of new tokens are to be trained first (another language), and there
+    is a single data source, so that the model forgets what it knew; else None.
     """
     if not run.train.new_rows.share or len(loader.mixture.parts) > 1:
         return None
@@ -158,8 +158,8 @@ def unused_rows(vocab_size: int, tokens: int) -> str | None:
 
 
 def small_validation_split(run: RunConfig, loader: Loader) -> str | None:
-    """Return a warning where the validation split is less than a fifth of the requested share, or
-    less than one batch; None also without a validation split.
+    """Return a warning if the validation split is less than a fifth of the requested share of the
+    data, or less than one batch; else None, and None without a validation split.
     """
     held_out, unit = loader.validation_tokens, loader.unit
     share, batch = loader.validation_share(run.sequence_length)
@@ -190,9 +190,10 @@ def constant_reward(metrics: Mapping[str, float]) -> str:
 
 
 def logprob_mismatch(run: RunConfig, metrics: Mapping[str, float], step: int) -> str | None:
-    """Return a warning where the log-probabilities of trainer and generator differ by more than the
-    tolerance, by the metrics of the iteration after `step`; None where they agree, or where int8
-    rollouts make them differ, which importance sampling corrects for.
+    """Return a warning if trainer and generator gave the tokens of completions log-probabilities
+    that differ by more than the tolerance, or are not finite. None if they agree, or differ because
+    rollouts use int8 weights, which importance sampling corrects for. `metrics`: of the rollout
+    iteration after `step`.
     """
     ratio = metrics.get(MISMATCH, 0.0)
     expected = run.rollout.weights == "int8" and not math.isnan(ratio)
