@@ -69,7 +69,7 @@ class CustomValue(ABC):
 
     @abstractmethod
     def plain(self) -> Any:
-        """Return the value as YAML and JSON can hold it."""
+        """Return the value as YAML and JSON can hold it: the form that `from_plain` reads."""
 
     @classmethod
     @abstractmethod
@@ -78,7 +78,7 @@ class CustomValue(ABC):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
-        """Validate fields of this type by `_validate` alone (pydantic's hook)."""
+        """Return pydantic's schema of this type, which validates fields by `_validate` alone."""
         return core_schema.no_info_plain_validator_function(cls._validate)
 
     @classmethod
@@ -126,8 +126,8 @@ def _from_mapping(cls: type, source: Any, handler: Any) -> Any:
 
 
 def _construct(_config_self: Any, *args: Any, **kwargs: Any) -> None:
-    """Validate and set the fields: `__init__` of a configuration class. Raises ValueError that
-    names the option.
+    """Validate the arguments and set the fields: `__init__` of a configuration class. Raises
+    ValueError, with the option, its value and what it must be, for the first that is wrong.
     """
     cls = type(_config_self)
     try:
@@ -442,8 +442,8 @@ def _from_word(kind: Any, word: str, option: str, expected: str, hint: Any) -> A
 
 
 def flatten(values: dict, path: str = "") -> dict[str, Any]:
-    """Return nested options as one dict by dotted name (`section.option: value`), names prefixed
-    with `path`; an empty mapping is kept as a value.
+    """Return nested mappings of options as one dict by dotted name (`section.option: value`), names
+    prefixed with `path`; an empty mapping stays as a value.
     """
     out = {}
     for key, value in values.items():

@@ -133,7 +133,7 @@ def _check_address(env: Mapping[str, str], world: int) -> None:
 
 
 def _positive(env: Mapping[str, str], name: str) -> int:
-    """Return the variable as a number of at least 1. Raises ValueError."""
+    """Return the environment variable `name` as a whole number of at least 1. Raises ValueError."""
     return _number(env, name, 1)
 
 
@@ -150,7 +150,9 @@ def _index(env: Mapping[str, str], name: str, size: int, of: str) -> int:
 
 
 def _number(env: Mapping[str, str], name: str, least: int) -> int:
-    """Return the variable as a whole number of at least `least`. Raises ValueError."""
+    """Return the environment variable `name` as a whole number of at least `least`. Raises
+    ValueError, also where it is not set.
+    """
     value = env.get(name, "").strip()
     if not re.fullmatch(r"[0-9]{1,18}", value) or int(value) < least:
         raise ValueError(_error_text(env, name, f"it must be a whole number of at least {least}"))

@@ -19,7 +19,7 @@ class BadInput(Exception):
     """
 
     def __init__(self, text: str):
-        """Take the message, reduced to one line."""
+        """Take the message, and reduce it to one printable line."""
         super().__init__(one_line(text))
 
 
@@ -29,7 +29,9 @@ class Failed(RuntimeError):
     """
 
     def __init__(self, text: str, final: bool = False):
-        """Take the message, reduced to one line."""
+        """Take the message, and reduce it to one printable line. `final`: a restart would only fail
+        again.
+        """
         super().__init__(one_line(text))
         self.final = final
 
@@ -103,12 +105,14 @@ LONGEST = 80  # characters of a value in a message
 
 
 def brief(value: object) -> str:
-    """Return repr(value), cut to 80 characters, for a message."""
+    """Return repr(value) for a message; where it has over 80 characters its first 77, dots and its
+    length.
+    """
     return cut(repr(value))
 
 
 def cut(text: str) -> str:
-    """Return `text` cut to 80 characters, followed by its length where it is cut."""
+    """Return `text`, and where it has over 80 characters its first 77, dots and its length."""
     if len(text) <= LONGEST:
         return text
     return f"{text[: LONGEST - 3]}... ({len(text):,} characters)"

@@ -134,8 +134,8 @@ def _apply_scale(
     axis: int,
     op: Callable[[Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Apply `op` (multiply or divide, in place) to each element of x and its scale; returns x in
-    its shape.
+    """Apply `op` (multiply or divide, in place) to each element of x and the scale that it shares;
+    return the result in x's shape.
     """
     if granularity in ("tensor", "row"):
         return op(x, scale)

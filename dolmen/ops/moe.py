@@ -162,8 +162,8 @@ def spread(x: Float[Tensor, "n H"], order: ExpertOrder) -> Float[Tensor, "pairs 
 def combine(
     rows: Float[Tensor, "pairs H"], weights: Float[Tensor, "n k"], order: ExpertOrder
 ) -> Float[Tensor, "n H"]:
-    """Return each token's sum of its experts' rows (sorted by expert) times its weights, in the
-    rows' dtype.
+    """Return, per token, the sum of its experts' output rows (sorted by expert, as `order` says)
+    times its routing weights, with autograd, in the rows' dtype.
     """
     # back to the order of pairs: [n, k, H]
     expert_rows = permute(rows, order.places, order.pairs).view(*weights.shape, rows.shape[-1])
@@ -188,7 +188,9 @@ class _Loop(TypedFunction):
     def forward(
         ctx: Context[Sequence[int]], x: Tensor, weight: Tensor, counts: Sequence[int]
     ) -> Tensor:
-        """Return each group's rows times its W^T, from row counts on the host."""
+        """Return each group's rows of x times its weight transposed, [m, out], from row counts on
+        the host.
+        """
         ctx.kept = counts
         ctx.save_for_backward(*_save_if_needed(ctx, x, weight))
         return _products(x, weight.transpose(1, 2), counts)
@@ -221,7 +223,9 @@ class _Kernel(TypedFunction):
     def forward(
         ctx: Context[tuple[torch.Size, torch.Size]], x: Tensor, weight: Tensor, ends: Tensor
     ) -> Tensor:
-        """Return each group's rows times its W^T, from end offsets on the device."""
+        """Return each group's rows of x times its weight transposed, [m, out], by one kernel, from
+        end offsets on the device.
+        """
         ctx.save_for_backward(*_save_if_needed(ctx, x, weight), ends)
         ctx.kept = x.shape, weight.shape
         if len(x) == 0:
@@ -244,7 +248,9 @@ class _Kernel(TypedFunction):
 
 
 def _save_if_needed(ctx: Context, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return what backward reads: x for the weight's gradient, and the weight for that of x."""
+    """Return (x, weight) as backward needs them: x, or None where the weight needs no gradient; the
+    weight, or None where x needs none.
+    """
     wants_dx, wants_dw, _ = ctx.needs_input_grad
     return x if wants_dw else None, weight if wants_dx else None
 

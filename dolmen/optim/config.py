@@ -64,7 +64,9 @@ class OptimizerConfig:
     muon: MuonConfig = MuonConfig()
 
     def __post_init__(self):
-        """Raise ValueError for options of another optimizer than `name`."""
+        """Raise ValueError where an option of Muon is set but `name` is adamw, or `from_init` is
+        set but `name` is not adamw.
+        """
         changed = [f.name for f in fields(MuonConfig) if getattr(self.muon, f.name) != f.default]
         if self.name != "muon" and changed:
             name = changed[0]

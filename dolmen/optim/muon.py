@@ -64,7 +64,9 @@ def orthogonalize(
 
 
 def flops(rows: int, columns: int) -> int:
-    """Return the floating-point operations of `orthogonalize` for one matrix."""
+    """Return the number of floating-point operations of `orthogonalize` for one [rows, columns]
+    matrix.
+    """
     short, long = sorted((rows, columns))
     return STEPS * (4 * short * short * long + 2 * short**3)
 

@@ -66,7 +66,7 @@ class _PartExchange:
         self.cut = any(e.dim is not None for e in entries)
 
         def sizes(rank: int, where: int, entries: list[_Entry]) -> int:
-            """Return how many elements rank `where` holds of the entries that `rank` owns."""
+            """Return how many elements rank `where` holds of the matrices that rank `rank` owns."""
             return sum(math.prod(e.parts[where]) for e in entries if e.owner == rank)
 
         cut = [e for e in entries if e.dim is not None]

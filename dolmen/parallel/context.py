@@ -199,9 +199,9 @@ def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rotate_keys(k: Tensor, v: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (source rank, its keys, its values) as they travel around the ring, this rank's own
-    first. While the caller uses one part the next is under way, and is waited for when the caller
-    asks for it.
+    """Yield (source rank, its keys, its values) for each rank of the ring, this rank's own first,
+    then the ranks behind it. While the caller uses one part the next is under way, and is waited
+    for when the caller asks for it.
     """
     kv = _pack(k, v)
     for hop in range(axis.size):
@@ -214,7 +214,9 @@ def _rotate_keys(k: Tensor, v: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor
 def _forward(
     q: Queries, k: Keys, v: Values, context: ContextParallel, attend: Attend
 ) -> tuple[Attended, LogSum]:
-    """Return out and log_sum of ring attention, in fp32 or wider, without sinks."""
+    """Return out and log_sum of ring attention of this rank's queries to the keys of all ranks, in
+    fp32 or wider, without sinks and autograd. Collective over the axis.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     log_sum = torch.full_like(q[..., 0], -torch.inf, dtype=wide)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
@@ -236,8 +238,8 @@ def _backward(
     context: ContextParallel,
     attend: Attend,
 ) -> tuple[Queries, Keys, Values]:
-    """Return dq, dk, dv of ring attention; `full` is (out, log_sum) over all keys,
-    sinks included.
+    """Return dq, dk, dv of ring attention, this rank's, from the output's gradient g; `full` is
+    (out, log_sum) over all keys, sinks included. Collective over the axis.
     """
     (out, log_sum), travelling = full, None
     dq = torch.zeros_like(q, dtype=log_sum.dtype)
@@ -279,7 +281,7 @@ class _Ring(TypedFunction):
         context: ContextParallel,
         attend: Attend,
     ) -> Tensor:
-        """Return the attention output in q's dtype."""
+        """Return the output of ring attention, sinks included, in q's dtype."""
         out, log_sum = _forward(q, k, v, context, attend)
         if sinks is not None:
             out, log_sum = join_sinks(out, log_sum, sinks)

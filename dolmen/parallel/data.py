@@ -157,7 +157,9 @@ class _Alone(sharding.ReduceScatter):
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Return a new buffer on odd calls and the same one again on even calls."""
+        """Return a new uninitialised buffer on odd calls and the same one again on even calls: FSDP
+        asks for an input and then for an output.
+        """
         if self.filled is not None:
             out, self.filled = self.filled, None
             return out
@@ -177,9 +179,9 @@ class _Alone(sharding.ReduceScatter):
 
 
 def _even_placement(axis: Axis) -> Callable[[nn.Parameter], state.Shard]:
-    """Return a function that chooses the dim of stacked matrices that `axis` shards: the first it
-    divides here, where experts may be fewer than ranks; else dim 0, of which some ranks then hold
-    less than others.
+    """Return a function that chooses the placement of stacked matrices (of experts) on `axis`: it
+    shards the first dim of this rank's part that the axis divides, as experts may be fewer than
+    ranks; else dim 0, of which some ranks then hold less than others.
     """
 
     def place(p: nn.Parameter) -> state.Shard:
@@ -199,8 +201,9 @@ def _even_placement(axis: Axis) -> Callable[[nn.Parameter], state.Shard]:
 
 
 def prefetch(blocks: Sequence[Sequence[nn.Module]]) -> None:
-    """Let FSDP gather all units of the next of `blocks` (in the order of forward) before anything
-    of this one is computed, in forward and, in reverse order, in backward.
+    """Make FSDP gather the parameters of all units of the next of `blocks` (lists of modules, in
+    the order of forward) before anything of this one is computed, in forward and, in reverse order,
+    in backward.
 
     By itself a unit is gathered when the host reaches it, which is early where the host runs ahead.
     In a block of experts it stops to read the device, and the gathering of experts would begin when

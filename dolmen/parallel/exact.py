@@ -176,8 +176,9 @@ class ExactReduction(Reduction):
                 self._add_tied(head)
 
     def _add_tied(self, head: Tensor) -> None:
-        """Add the gradient that a tied head has left to that of the embedding, after each has been
-        summed over fsdp: (e0 + h0) + (e1 + h1) is not (e0 + e1) + (h0 + h1).
+        """Add `head`, the gradient that a tied head has left, to that of the embedding, after each
+        has been summed over fsdp: (e0 + h0) + (e1 + h1) is not (e0 + e1) + (h0 + h1). Collective
+        over fsdp.
         """
         (embedding,) = (p for p, name in self.names.items() if name == "embed.weight")
         rows = collectives.sum_(head, self.mesh.fsdp).chunk(self.mesh.fsdp.size)

@@ -45,8 +45,10 @@ def dispatch(
     rows: Float[Tensor, "n H"], counts: Int64[Tensor, " E"], axis: Axis, kernel: bool
 ) -> tuple[Float[Tensor, "m H"], Trip]:
     """Send rows [n, H], sorted by expert with `counts` rows for each of all E experts, to the ranks
-    of their experts. Returns the rows of this rank's E / ep experts, sorted by expert, and the trip
-    back, whose `groups` are device offsets for a `kernel`, or host counts for a loop.
+    of `axis` that hold their experts, with autograd. Returns the rows of this rank's E / ep
+    experts, sorted by expert, and what `combine` needs to send them back, whose `groups` are device
+    offsets if the experts' products are one `kernel`, or host counts for a loop. Collective over
+    the axis.
 
     With ep > 1 there are two exchanges, and between them the host reads how much the second will
     bring, once. With ep 1 nothing is sent, and only a loop must know the counts.
@@ -83,7 +85,9 @@ def dispatch(
 
 
 def _ends(counts: Tensor) -> Tensor:
-    """Return the end offset of each group, int32 on the device, as F.grouped_mm takes it."""
+    """Return the end offset of each group from the groups' counts, int32 on the device, as
+    F.grouped_mm takes it.
+    """
     return counts.cumsum(0, dtype=torch.int32)
 
 

@@ -70,7 +70,7 @@ class StageMessage(NamedTuple):
 
     @property
     def source(self) -> int:
-        """Stage that sends this message."""
+        """Index of the stage that sends this message."""
         return self.stage - 1 if self.forward else self.stage + 1
 
 
@@ -95,7 +95,9 @@ def message_out(schedule: Schedule, rank: int, action: Action) -> StageMessage |
 
 
 def messages_sent(schedule: Schedule, sender: int, to: int) -> list[StageMessage]:
-    """Return the messages from rank `sender` to rank `to` in a step, in order."""
+    """Return the messages that rank `sender` sends to rank `to` in a step, in the order of
+    sending.
+    """
     going = (message_out(schedule, sender, action) for action in schedule.actions[sender])
     return [message for message in going if message and schedule.rank_of(message.stage) == to]
 
@@ -163,8 +165,8 @@ class Channels:
         self.going[message] = work, tensor
 
     def post(self, message: StageMessage | None) -> None:
-        """Post receives from the rank that sends `message`, in the order of its sends, up to and
-        including this one; None: no-op.
+        """Start the receives from the rank that sends `message`, in the order of its sends, up to
+        and including this one, without waiting; None: do nothing.
         """
         if message is None:
             return
@@ -177,8 +179,8 @@ class Channels:
             self.posted[self.coming[peer].popleft()] = work, buffer
 
     def take(self, message: StageMessage | None) -> Tensor | None:
-        """Wait for `message` and return its tensor; None for None. Also releases sent tensors that
-        have left.
+        """Wait until `message` has arrived and return its tensor; None for None. Also releases sent
+        tensors that have left.
         """
         self.going = {m: sent for m, sent in self.going.items() if not sent[0].is_completed()}
         if message is None:
@@ -381,7 +383,7 @@ def execute(schedule: Schedule, mesh: Mesh, work: StepWork) -> None:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """Return the schedule with its F actions alone, in their order, for evaluation."""
+    """Return the schedule with the forwards (F actions) alone, in their order, for evaluation."""
     forwards = tuple(tuple(a for a in actions if a.kind == "F") for actions in schedule.actions)
     return Schedule(
         f"{schedule.name}, forward only",

@@ -207,8 +207,8 @@ class Delayed:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Tensors a checkpoint keeps, by kind (`amax_history`, `fp8_scale`): the same on all ranks
-        that hold the layer.
+        """Tensors that a checkpoint stores, by kind (`amax_history`, `fp8_scale`): the same on all
+        ranks that hold the layer.
         """
         return {HISTORY: self.history, SCALE: self.scale}
 
@@ -262,9 +262,9 @@ class Delayed:
 
 
 def end_step(states: Iterable[Delayed], mesh: Mesh, updates: int | None) -> None:
-    """Enter a step's maxima, reduced over tp and fsdp, into the history of each of this stage's
-    `states`; collective. `updates`: the run's updates before this one; None: the step was skipped,
-    and its maxima are dropped.
+    """Append a step's maxima, reduced over tp and fsdp, to the history of each of this stage's
+    `states`, and update their scales; collective. `updates`: the run's updates before this one;
+    None: the step was skipped, and its maxima are dropped.
     """
     states = list(states)
     if updates is None:
@@ -447,14 +447,16 @@ class Int8Product:
     def output(
         self, xs: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> list[Float[Tensor, "tokens out"]]:
-        """Return the output x W^T of each (x, 8-bit weight)."""
+        """Return the output x W^T of each (x, 8-bit weight), with the weight's scales applied."""
         factors = zip(xs, weights, self._scales, strict=True)
         return [int8.output(x, w, scale) for x, w, scale in factors]
 
     def input_gradient(
         self, grads: Sequence[Tensor], weights: Sequence[Tensor]
     ) -> list[Float[Tensor, "tokens in"]]:
-        """Return the input gradient g W of each (g, 8-bit weight)."""
+        """Return the input gradient g W of each (g, 8-bit weight), with the weight's scales
+        applied.
+        """
         factors = zip(grads, weights, self._scales, strict=True)
         return [int8.input_gradient(g, w, scale) for g, w, scale in factors]
 

@@ -213,8 +213,8 @@ def _styles(module: nn.Module, plan: Mapping[str, Style]) -> dict[str, Style]:
 
 
 def _places(module: nn.Module, styles: Mapping[str, Style]) -> dict[str, state.Places]:
-    """Return each parameter's placement on tp. Raises ValueError where two parts share a parameter
-    that their styles place differently.
+    """Return the placement on tp of each parameter of the module, by name, from the styles of its
+    parts. Raises ValueError where two parts share a parameter that their styles place differently.
     """
     places: dict[str, state.Places] = {}
     first: dict[Tensor, str] = {}

@@ -62,6 +62,7 @@ class Deferred:
     """
 
     def __init__(self) -> None:
+        """Start with an empty queue."""
         self.products: list[Callable[[], None]] = []
 
     def add(self, product: Callable[[], None]) -> None:
@@ -177,7 +178,9 @@ class TensorParallel:
 
     @property
     def gathers(self) -> bool:
-        """True if entering a block is an all-gather (sequence parallelism)."""
+        """True if the tokens are all-gathered over tp where a block begins: sequence parallelism
+        over several ranks.
+        """
         return self.sequence and self.axis.size > 1
 
     @property
@@ -231,7 +234,10 @@ class TensorParallel:
         )
 
     def gather_input(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "tokens hidden"]:
-        """Return what `enter` does, without autograd; for functions with their own backward."""
+        """Return the residual stream x as a block's input, without autograd: its tokens
+        all-gathered over tp under sequence parallelism, else x itself. For functions with their own
+        backward.
+        """
         return _gather_tokens(x, self.axis if self.gathers else None)
 
     def leave(self, y: Shaped[Tensor, "tokens hidden"]) -> Shaped[Tensor, "here hidden"]:
@@ -247,9 +253,9 @@ class TensorParallel:
         )
 
     def start_back(self, dx: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "arriving hidden"]:
-        """Start the backward of `enter` on a partial dx, asynchronously: all-reduce in dx's memory,
-        or reduce-scatter of tokens under sequence parallelism. `finish_back` takes what this
-        returns.
+        """Start reducing dx, the partial gradient of a block's input, over tp, asynchronously:
+        all-reduce in dx's memory, or reduce-scatter of tokens under sequence parallelism.
+        `finish_back` takes what this returns.
         """
         if self.axis.size == 1:
             return dx
@@ -285,7 +291,7 @@ class _Call(NamedTuple):
 
     @property
     def gather(self) -> Axis | None:
-        """Axis over which x is all-gathered, or None."""
+        """Axis over which the tokens of x are all-gathered before the products, or None."""
         return self.tp.axis if self.enters and self.tp.sequence else None
 
 
@@ -372,7 +378,7 @@ def _gather_tokens(x: Tensor, axis: Axis | None) -> Tensor:
 def _products(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], call: _Call
 ) -> tuple[Tensor, ...]:
-    """Return x W^T + b of each weight, by its 8-bit product where it has one."""
+    """Return x W^T + b of each weight, by its entry of `call.products` where that is not None."""
     ys: list[Tensor] = []
     for w, b, product in zip(weights, biases, call.products, strict=True):
         if product is None:
@@ -423,7 +429,7 @@ def _weight_gradients(call: _Call, grads: Sequence[Tensor], x: Tensor) -> Callab
     ]
 
     def run() -> None:
-        """Compute the gradients, and accumulate them in .grad."""
+        """Compute the gradients, and add them to the weights' .grad."""
         # gathered again: under sequence parallelism only this rank's tokens were kept
         full = _gather_tokens(x, call.gather)
         torch.autograd.backward(weights, _compute_weight_gradients(required, full, call.tp.turned))
@@ -541,7 +547,9 @@ def _infer_linears(x: Tensor, linears: Sequence[Linear], tp: TensorParallel) -> 
 
 
 def _infer_linear(x: Tensor, linear: Linear, tp: TensorParallel) -> Tensor:
-    """Return x W^T + b of one weight without multi-LoRA, by its prepacked form if it has one."""
+    """Return x W^T + b of one weight, its own adapter included but no multi-LoRA, by its prepacked
+    form if it has one.
+    """
     if linear.prepacked is not None:
         return linear.prepacked(x, linear.bias)
     return _multiply_linears(x, [linear._replace(several=None)], tp, enters=False)[0]

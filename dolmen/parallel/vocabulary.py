@@ -38,8 +38,8 @@ from dolmen.parallel.tensor import TensorParallel, weight_products
 
 
 def _rows(vocab_size: int, axis: Axis) -> int:
-    """Return how many vocabulary rows each rank but the last ones holds: vocab_size / ranks,
-    rounded up.
+    """Return the number of vocabulary rows per rank, vocab_size / ranks rounded up; the last ranks
+    may hold fewer, or none.
     """
     return -(-vocab_size // axis.size)
 
@@ -332,9 +332,7 @@ def combine_vocabulary(
 
 
 def _round(gradient: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a gradient in `dtype` with contiguous rows, like the weight's: what comes next copies
-    it.
-    """
+    """Return a gradient in `dtype` with contiguous rows, as the weight has them."""
     return gradient.to(dtype).contiguous()
 
 

@@ -132,16 +132,16 @@ def has_amx() -> bool:
 
 
 def mark_dynamic(x: Tensor, dim: int) -> None:
-    """Tell torch.compile that size `dim` of x may change from batch to batch: it makes no constant
-    of it, and raises no error where it is one after all. `torch.compiler` has no such function.
-    2.11 to 2.13.
+    """Mark size `dim` of x as one that may change from batch to batch: torch.compile makes no
+    constant of it, and raises no error where it is one after all. `torch.compiler` has no such
+    function. 2.11 to 2.13.
     """
     torch._dynamo.maybe_mark_dynamic(x, dim)
 
 
 def transpose_contiguous(x: Tensor) -> Tensor:
-    """Return x^T in contiguous memory, under torch.compile too, which may elide the copy of
-    `x.t().contiguous()` but keeps the strides of this operator of its own. 2.11 to 2.13.
+    """Return x^T in contiguous memory, always as a copy that torch.compile keeps: it may leave out
+    that of `x.t().contiguous()`. 2.11 to 2.13.
     """
     if not torch.compiler.is_compiling():
         return x.t().contiguous()
@@ -166,7 +166,7 @@ class ViewAdamW(torch.optim.AdamW):
 
     @staticmethod
     def view(p: Tensor) -> Tensor:
-        """Return the tensor that a step computes with in place of p."""
+        """Return the tensor that a step computes with in place of p; a subclass defines it."""
         raise NotImplementedError
 
     def _init_group(

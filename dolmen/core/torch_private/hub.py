@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 
 def revert_weight_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors named as a transformers model names its parameters under the names that its
-    files have, fused experts split. transformers saves through this, and reads through its inverse.
-    5.23.
+    """Return the tensors of a transformers model, by the names of its parameters, under the names
+    that its files have, with fused experts split. transformers saves through this, and reads
+    through its inverse. 5.23.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

@@ -32,9 +32,9 @@ with tensors of output and input, group and operation. 2.13; tried in no other.
 
 
 def local_tensor(p: Any) -> Tensor:
-    """Return the tensor in which a DTensor stores this rank's values. `to_local()` is public, and
-    of a parameter a view with a node of autograd, which takes longer than the launches of an
-    update. 2.11 to 2.13.
+    """Return the plain tensor in which a DTensor stores this rank's values, without autograd.
+    `to_local()` is public, and of a parameter a view with a node of autograd, which takes longer
+    than the launches of an update. 2.11 to 2.13.
     """
     return p._local_tensor
 
@@ -47,7 +47,9 @@ def dtensor_like(p: Any, values: Tensor) -> Tensor:
 
 
 def records(unit: FSDPModule) -> list[Record]:
-    """Return FSDP's records of the parameters of a unit. 2.11 to 2.13."""
+    """Return FSDP's records of the parameters of a unit (its module), nested units left out. 2.11
+    to 2.13.
+    """
     state = vars(unit._get_fsdp_state())
     # 2.11 has one group per unit
     groups = (
@@ -117,13 +119,13 @@ class One(float):
 
 
 def ranks(record: Record) -> int:
-    """Return the number of ranks a parameter is sharded over; 1 for `replicate`. 2.11 to 2.13."""
+    """Return over how many ranks FSDP shards a parameter; 1 for `replicate`. 2.11 to 2.13."""
     info = record.mesh_info
     return info.shard_mesh_size if isinstance(info, _fsdp_common.FSDPMeshInfo) else 1
 
 
 def gathered_shape(record: Record) -> torch.Size:
-    """Return the shape of the plain copy which FSDP gathers of a parameter. 2.11 to 2.13."""
+    """Return the shape of the plain tensor into which FSDP gathers a parameter. 2.11 to 2.13."""
     return record._orig_size
 
 

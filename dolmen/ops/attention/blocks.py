@@ -96,9 +96,9 @@ class ScoreRule(NamedTuple):
 def _blocks(
     q: Tensor, keys: int, rule: Rule
 ) -> Iterator[tuple[slice, tuple[slice, ScoreRule] | None]]:
-    """Yield, per block of queries in order, its rows (query, head) of Q, and the keys to multiply
-    them with and how to score the products; None in place of both where no query of it sees any
-    key.
+    """Yield, per block of queries in order, the slice of its rows (query, head) in Q, and a pair:
+    the slice of keys to multiply them with, and how the products become scores; None in place of
+    the pair where no query of the block sees any key.
     """
     group, queries, device = rule.group, q.shape[1] // rule.group, q.device
     least = WHOLE if rule.starts is None else BLOCK
@@ -202,8 +202,8 @@ def _distances(queries: range, keys: range, rule: Rule, like: Tensor) -> Tensor:
 
 
 def _apply_soft_cap(qk: Tensor, how: ScoreRule) -> Tensor:
-    """Return tanh(scale qk / soft_cap) where there is a cap (without its outer factor), else qk; in
-    fp32 or wider.
+    """Return tanh(scale qk / soft_cap) of products qk where there is a cap (without its outer
+    factor), else qk itself; in fp32 or wider.
     """
     qk = qk if qk.dtype == torch.float64 else qk.float()
     return qk if how.soft_cap is None else (qk * (how.scale / how.soft_cap)).tanh_()
@@ -230,8 +230,9 @@ def _scores(bounded: Tensor, how: ScoreRule) -> Tensor:
 
 
 def exponentials(qk: Tensor, how: ScoreRule) -> tuple[Tensor, Tensor, Tensor]:
-    """Return exp(scores - maximum) of products qk [n, rows, keys] in qk's dtype, its row sums [n,
-    rows, 1], and the log of the sums of exp(scores). Rows that see nothing have 0, 0 and -inf.
+    """Return, for products qk [n, rows, keys] of one block, exp(scores - maximum of the row) in
+    qk's dtype, its row sums [n, rows, 1], and the log of the row sums of exp(scores). Rows that see
+    nothing have 0, 0 and -inf.
     """
     s = _scores(_apply_soft_cap(qk, how), how)
     maximum = s.amax(-1, keepdim=True).clamp(min=torch.finfo(s.dtype).min)

@@ -86,7 +86,7 @@ def _rule(q: Tensor, k: Tensor, at: Place) -> Rule:
 
 
 def _delta(g: Tensor, out: Tensor, log_sum: Tensor) -> Tensor:
-    """Return sum(g * out) of each row [..., 1], in log_sum's dtype: see blocks.py."""
+    """Return, per row, the sum of g * out over the last dim, [..., 1], in log_sum's dtype."""
     return (g.to(log_sum.dtype) * out).sum(-1, keepdim=True)
 
 

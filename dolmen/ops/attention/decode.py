@@ -42,7 +42,9 @@ class Pages:
     _seen: dict[int | None, Tensor] = field(default_factory=dict)
 
     def hidden(self, window: int | None) -> Bool[Tensor, "entries 1 width 1 page"]:
-        """Return the mask of keys that each query does not see, cached per window."""
+        """Return the mask of the keys in each page, True where a query does not see the key (it
+        lies behind the query, before its window, or is no token); cached per window.
+        """
         if window not in self._seen:
             self._seen[window] = _hidden(_distances(self.back, self.width), window)
         return self._seen[window]
@@ -157,7 +159,7 @@ def _queries_of_rows(
 def _sinks_of_rows(
     sinks: Float[Tensor, " heads"], like: Float[Tensor, "sequences kv_heads rows"], width: int
 ) -> Float[Tensor, "kv_heads rows"]:
-    """Return the sink of each row of `_rows_of_heads`, in the dtype of `like`."""
+    """Return the attention sink of each row of `_rows_of_heads`, in the dtype of `like`."""
     return sinks.to(like.dtype).view(like.shape[1], 1, -1).expand(-1, width, -1).flatten(1)
 
 
@@ -200,8 +202,9 @@ def _page_products(
     pool: Float[Tensor, "pages kv_heads in out"],
     pages: Pages,
 ) -> Float[Tensor, "entries kv_heads group out"]:
-    """Multiply the rows of each entry by its page: where the page lies, or, for pages shared by
-    several sequences, gathered once and multiplied with all their rows in one product.
+    """Return the product of the rows of each entry with the entry's page: multiplied where the page
+    lies, or, for pages shared by several sequences, gathered once and multiplied with all their
+    rows in one product.
     """
     if pages.shared is None:
         return torch.matmul(rows, pool)
@@ -221,7 +224,9 @@ def _scores(
     attend: Attend,
     pages: Pages,
 ) -> Float[Tensor, "entries kv_heads group page"]:
-    """Return scores in fp32 or wider, -inf where a query does not see a key."""
+    """Return the scores of products of queries and keys, scaled, soft-capped and with ALiBi, in
+    fp32 or wider, and -inf where a query does not see a key. Overwrites `products`.
+    """
     distances = None if attend.slopes is None else _distances(pages.back, pages.width)
     scores = _unmasked_scores(products, scale, attend, distances, pages.width)
     by_query = scores.unflatten(2, (pages.width, -1))

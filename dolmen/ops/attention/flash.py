@@ -148,7 +148,9 @@ def _earlier_backward(
 
 
 def _local_forward(q: Tensor, k: Tensor, v: Tensor, call: FlashCall) -> tuple[Tensor, Tensor]:
-    """Return out and log_sum of a run of queries against its own keys."""
+    """Return out and log_sum of consecutive queries against the keys of the same tokens, without
+    autograd.
+    """
     if call.queries is None:
         out, log_sum, _ = forward(q, k, v, call)
         return out, log_sum.transpose(1, 2)
@@ -203,7 +205,7 @@ def _narrow(t: Tensor, size: int) -> Tensor:
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    """Return fp32, or the wider dtype that a test's stand-in for the kernels has."""
+    """Return fp32 as the dtype for sums of x, or x's own if it is wider (in tests)."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

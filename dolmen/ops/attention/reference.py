@@ -89,7 +89,9 @@ class Case:
 
     @property
     def whole(self) -> spec.Documents | None:
-        """`Documents` of the unsplit sequences, on the host; None without documents."""
+        """The `Documents` of the unsplit sequences of this case, on the host; None without
+        documents.
+        """
         return None if self.starts is None else spec.Documents.from_starts(self.starts, self.reach)
 
     def _add_to_starts(self, more: tuple[tuple[int, ...], ...]) -> Int64[Tensor, "batch length"]:
@@ -177,7 +179,9 @@ Road = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def gradients(road: Road, q: Queries, k: Keys, v: Values, g: Attended) -> list[Tensor]:
-    """Return out, dq, dk, dv of `road(q, k, v)` by autograd, g being the output's gradient."""
+    """Return out, dq, dk, dv of `road(q, k, v)`, a function that computes attention, by autograd, g
+    being the output's gradient.
+    """
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     out = road(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, g)]

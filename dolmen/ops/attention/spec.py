@@ -25,8 +25,8 @@ def seen(
     starts: Int64[Tensor, "batch queries"] | None = None,
     reach: Int64[Tensor, "batch queries"] | None = None,
 ) -> Bool[Tensor, "queries keys"] | Bool[Tensor, "batch queries keys"]:
-    """Return the mask of keys that each query may attend to, by sequence if starts or reach are
-    given.
+    """Return the mask (True: seen) of the keys that each query may attend to, by sequence if starts
+    or reach are given.
 
     rows, columns: indices in the sequence. A window counts the query itself. starts: index of the
     first token of the query's document; reach: of the first behind that document's prefix. So key j
@@ -165,9 +165,9 @@ class Documents:
 
     @property
     def furthest(self) -> int:
-        """End (exclusive) of the furthest prefix in the batch: no token sees a key at or behind it
-        except its own and earlier ones. 0 without prefixes; sys.maxsize where tensors are fake and
-        have no values.
+        """Index behind the furthest prefix in the batch: no token sees a key there or later except
+        its own and earlier ones. 0 without prefixes; sys.maxsize where tensors are fake and have no
+        values.
         """
         if self.host_reach is None:
             return 0
@@ -264,8 +264,8 @@ class Attend(NamedTuple):
     def with_documents(
         self, documents: Documents | None, dropout: Dropout | None = None
     ) -> "Attend":
-        """Return this attention with a microbatch's documents and dropout; prefixes are dropped
-        where the mask is causal.
+        """Return this layer's attention with a microbatch's documents and dropout in place of its
+        own; prefixes are left out where the mask is causal.
         """
         # a causal layer ignores prefixes that the batch may have for other layers
         if documents is not None and self.mask == "causal":
@@ -330,7 +330,9 @@ class Attend(NamedTuple):
 
     @property
     def furthest(self) -> int:
-        """End (exclusive) of the furthest prefix (`Documents.furthest`); 0 without documents."""
+        """Index behind the furthest prefix in the batch (`Documents.furthest`); 0 without
+        documents.
+        """
         return 0 if self.documents is None else self.documents.furthest
 
 
@@ -377,13 +379,14 @@ class AttentionBackend(Protocol):
 
     @staticmethod
     def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum]:
-        """Return (out, log_sum) of attention from a run of queries to a run of keys, as if there
-        were no other keys; results of several runs are merged by their log_sum.
+        """Return (out, log_sum) of attention from consecutive queries to consecutive keys, whose
+        places in the sequence are `at`, as if there were no other keys; results for several such
+        runs of keys are merged by their log_sum.
 
-        The two runs are the same or disjoint; keys lie behind the queries only where a prefix is
-        seen. out is fp32 or wider (flash: in q's dtype), log_sum fp32 or wider. A query that sees
-        none of the keys has out 0 and log_sum -inf. No autograd: `partial_backward` is its
-        gradient.
+        The two runs are the same tokens or disjoint; keys lie behind the queries only where a
+        prefix is seen. out is fp32 or wider (flash: in q's dtype), log_sum fp32 or wider. A query
+        that sees none of the keys has out 0 and log_sum -inf. No autograd: `partial_backward` is
+        its gradient.
         """
         ...
 
@@ -391,9 +394,11 @@ class AttentionBackend(Protocol):
     def partial_backward(
         g: Attended, q: Queries, k: Keys, v: Values, full: tuple[Attended, LogSum], at: Place
     ) -> tuple[Queries, Keys, Values]:
-        """Return what this run of keys adds to (dq, dk, dv), the last two in fp32 or wider.
+        """Return what these consecutive keys, at `at` in the sequence, add to (dq, dk, dv), the
+        last two in fp32 or wider.
 
-        g and `full`, which is out and log_sum, are of the attention to all keys: a block of
-        probabilities is exp(scores - log_sum), and needs nothing of the other blocks but these.
+        g is the output's gradient and `full` is (out, log_sum), all of attention to all keys: a
+        block of probabilities is exp(scores - log_sum), and needs nothing of the other blocks but
+        these.
         """
         ...
