@@ -25,6 +25,13 @@ def test_size(count, unit, text):
     assert size(count, unit) == text
 
 
+def test_tables_fit_100_columns_where_there_is_no_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "77")
+    assert console().width == 100
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal
+    assert console().width == 77
+
+
 def test_bytes_and_times():
     assert (
         gib(2**30) == "1.00 GiB"

@@ -3,6 +3,7 @@ changed.
 """
 
 import math
+from contextlib import suppress
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from dolmen.core import mesh as meshes
 from dolmen.core.log import console
 from dolmen.data.config import TextConfig
 from dolmen.evaluation import perplexity
+from dolmen.evaluation.reference_model import fp32_products, quiet_transformers
 from dolmen.evaluation.verify import Reference, VerifyRow, _tokens, greedy_row, verify
 
 ROWS = ["logits", "loss", "gradient norm", "gradients", "greedy tokens"]
@@ -127,6 +129,31 @@ def test_a_spoiled_model_does_not(folders, tmp_path, case):
     failed = [row.name for row in report.rows if not row.ok]
     assert not report.ok and "logits" in failed, report
     assert len(report.notes) == len(config)  # a structure that differs is named
+
+
+@pytest.mark.parametrize("bars", [True, False])
+def test_settings_of_torch_and_transformers_are_restored(bars):
+    logging = transformers.logging
+    known = torch.get_float32_matmul_precision(), logging.get_verbosity()
+    shown = logging.is_progress_bar_enabled()
+
+    def settings():
+        bars = logging.is_progress_bar_enabled()
+        return torch.get_float32_matmul_precision(), logging.get_verbosity(), bars
+
+    def choose(precision, level, bars):
+        torch.set_float32_matmul_precision(precision)
+        logging.set_verbosity(level)
+        logging.enable_progress_bar() if bars else logging.disable_progress_bar()
+
+    choose("high", logging.INFO, bars)
+    try:
+        with suppress(KeyError), fp32_products(), quiet_transformers():
+            assert settings() == ("highest", logging.ERROR, False)
+            raise KeyError("after an error too")
+        assert settings() == ("high", logging.INFO, bars)
+    finally:
+        choose(*known, shown)
 
 
 @pytest.mark.parametrize("padding", (0, 7, VOCABULARY - 1, -1))

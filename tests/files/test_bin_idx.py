@@ -1,6 +1,7 @@
 """Megatron's .bin and .idx: bytes written here by hand, and what is refused of them."""
 
 import struct
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -66,6 +67,15 @@ def test_nothing_is_left_of_what_fails(tmp_path):
     with pytest.raises(ValueError, match="a document has 2,147,483,648 tokens"):
         indexed.save(tmp_path / "a.bin", [], np.dtype("<u2"), np.array([1 << 31]), np.array([0, 1]))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_document_may_be_just_as_long_as_the_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr(indexed, "MOST", 3)
+    for length, name in ((3, "a.bin"), (4, "b.bin")):
+        tokens, file = np.arange(length), tmp_path / name
+        with nullcontext() if length == 3 else pytest.raises(ValueError, match="holds 3 at most"):
+            indexed.save(file, [tokens], np.dtype("<u2"), np.array([length]), np.array([0, 1]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx"]
 
 
 TYPES = {1: "B", 2: "b", 3: "h", 4: "i", 5: "q", 6: "d", 7: "f", 8: "H"}

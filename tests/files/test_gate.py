@@ -94,6 +94,8 @@ YAML = {
     ),
     "a name twice": ("a: 1\nb: 2\na: 3", "line 3: 'a' is given twice"),
     "a tag": ("a: !!python/object/apply:os.system [ls]", "tags are not supported"),
+    "a tag of a mapping": ("a: !!python/object:os.x {b: 1}", "tags are not supported"),
+    "a tag of a value": ("a: !!python/name:os.system x", "tags are not supported"),
     "two documents": ("a: 1\n---\nb: 2", "more than one document"),
     "a name that is a list": ("? [a]\n: b", "a list or mapping as a key"),
     "a number of 50 digits": ("a: " + "1" * 50, "an integer of 50 digits"),
