@@ -58,7 +58,8 @@ DIM_PLACES = {  # methods of torch -> which of their positional arguments are di
 }
 OPPOSITE = {"min": "max", "amin": "amax", "argmin": "argmax", "minimum": "maximum", "MIN": "MAX"}
 OPPOSITE |= {high: low for low, high in OPPOSITE.items()}
-SYMMETRIC = {*OPPOSITE, "equal", "gcd", "lcm", "hypot", "logaddexp"} - {"argmin", "argmax"}
+SYMMETRIC = {*OPPOSITE, "equal", "gcd", "lcm", "hypot", "logaddexp", "promote_types"}
+SYMMETRIC -= {"argmin", "argmax"}
 REPORTS = {"print", "warn", "say", "note", "report", "debug", "info", "warning", "error"}
 """Functions and methods whose calls only tell a person something."""
 TYPE_TESTS = {"isinstance", "issubclass", "cast", "hasattr", "getattr"}
