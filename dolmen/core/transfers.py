@@ -17,7 +17,6 @@ and (n - 1) / n to scatter it; but straight to the rank that adds, so of a node 
 times as many bytes leave it.
 """
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -118,9 +117,9 @@ def start_all_to_all(
         return processes.all_to_all(x.contiguous(), receive, send, _group(axis))
 
 
-def wait(x: Shaped[Tensor, "*shape"], axis: Axis | None = None) -> Shaped[Tensor, "*shape"]:
+def wait(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
     """Wait for the result of a `start_*` and return it; a profile records the wait under `axis`."""
-    with nullcontext() if axis is None else profiling.record_range(axis.name, "wait"):
+    with profiling.record_range(axis.name, "wait"):
         return processes.wait(x)
 
 

@@ -341,7 +341,7 @@ class _Linear(TypedFunction):
         if wants_dx:
             # added up in place: three products (q, k, v) make one dX, and no sum of three
             dx = _input_gradient(grads, weights, call.products)
-        if gathering is not None:
+        if axis is not None and gathering is not None:
             x = transfers.wait(gathering, axis)
         if dx is not None and call.enters:
             dx = tp.start_back(dx)

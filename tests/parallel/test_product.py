@@ -9,7 +9,7 @@ from torch.nn.functional import ScalingType
 
 from dolmen.ops import fp8
 from dolmen.ops.numerics import GRANULARITY, Fp8, Fp8Config
-from dolmen.parallel.quantized_product import Delayed, Fp8Product, ProductAxes, Rounding
+from dolmen.parallel.quantized_product import Delayed, Fp8Product, Operands, ProductAxes, Rounding
 
 
 def made(precision, kernel="rounded", **options) -> Fp8Product:
@@ -84,6 +84,14 @@ def test_torchs_scaled_products_are_the_same(precision, dtype):
         (got,) = getattr(theirs, name)([one], [other])
         bound = 1e-5 if dtype == torch.float32 else 2.0**-7
         assert got.dtype == dtype and (got - want).abs().max() <= bound * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    "shape, fits", [((16, 32), True), ((16, 24), False), ((8, 32), False), ((0, 32), False)]
+)
+def test_torch_scales_products_of_dims_of_whole_16_bytes(shape, fits):
+    payloads = [torch.zeros(16, 32), torch.zeros(shape)]
+    assert Operands(payloads, [], "tensor", 1).fits == fits
 
 
 def test_what_does_not_fit_a_scaled_product_is_multiplied_all_the_same():
