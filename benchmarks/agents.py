@@ -17,9 +17,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.killing import workers
 from dolmen.checkpoint.memory import ROOT
+from dolmen.training.goodput import FILE
 
 RENDEZVOUS = {
     "is_host": 0,
@@ -29,17 +31,49 @@ RENDEZVOUS = {
 }
 """Settings of the c10d rendezvous (--rdzv-conf)."""
 KINDS = ("worker", "agent", "join")
+PARTS = {
+    "torchrun": "noticing it, ending the workers, its rendezvous",
+    "imports": "starting Python, importing PyTorch",
+    "rendezvous": "joining the process group",
+    "save": "the save before a join",
+    "start": "options, data, building the model",
+    "restore": "reading the snapshot or checkpoint",
+    "first step": "",
+}
+"""The parts of the time from a disturbance to the next step."""
+OURS = ("save", "start", "restore", "first step")
+"""Those beyond rendezvous and process start."""
 PATIENCE = 180.0
+
+
+class Reached(NamedTuple):
+    """The first step after a start: its time and number, when the start had restored what there
+    was, the processes that train, and the seconds of the run so far by phase (goodput.py).
+    """
+
+    time: float
+    step: int
+    restored: float
+    dp: int
+    phases: dict[str, float]
 
 
 @dataclass
 class Event:
-    """One disturbance: its kind, the seconds to the next step, and dp and step after it."""
+    """One disturbance: its kind, the seconds to the next step, and dp and step after it. `parts`:
+    of these seconds, those of each of PARTS.
+    """
 
     kind: str
     seconds: float
     dp: int
     step: int
+    parts: dict[str, float]
+
+    @property
+    def remainder(self) -> float:
+        """Seconds beyond rendezvous and process start."""
+        return sum(self.parts[name] for name in OURS)
 
 
 @dataclass
@@ -50,12 +84,16 @@ class Cluster:
     """The words after `python -m dolmen train`."""
     out: Path
     logs: Path
-    least: int = 2
+    least: int = 1
     most: int = 4
     agents: list[subprocess.Popen] = field(default_factory=list)
     store: subprocess.Popen | None = None
     port: int = 0
     started: int = 0
+    grows: bool = True
+    """Agents join until there are `most`, then die until there are `least`: dp changes more often
+    than if each death were followed by a join.
+    """
 
     def __enter__(self) -> "Cluster":
         words = [sys.executable, "-m", "dolmen.launch.rendezvous", "0"]
@@ -103,24 +141,29 @@ class Cluster:
         for memory in ROOT.glob(f"dolmen-{os.getuid()}-*/{folder}"):
             shutil.rmtree(memory)
 
-    def disturb(self, kind: str, chance: random.Random) -> None:
-        """Do what `kind` says to a random agent."""
-        agent = chance.choice(self.living)
+    def disturb(self, kind: str, chance: random.Random, processes: int) -> None:
+        """Do what `kind` says to a random agent: for its death one that has one of the `processes`
+        that train, since nobody waits for a spare.
+        """
+        ranks = {agent.pid: workers(agent.pid) for agent in self.living}
         if kind == "join":
             self.join()
         elif kind == "agent":
-            self.kill_agent(agent)
+            train = [a for a in self.living if min(ranks[a.pid], default=0) < processes]
+            self.kill_agent(chance.choice(train))
         else:
-            os.kill(chance.choice([*workers(agent.pid).values()]), signal.SIGKILL)
+            agent = chance.choice(self.living)
+            os.kill(chance.choice([*ranks[agent.pid].values()]), signal.SIGKILL)
 
     def possible(self, kind: str) -> bool:
-        """Return whether the number of agents stays within its bounds, and there is somebody to
-        kill.
+        """Return whether the number of agents stays within its bounds, on its way from one to the
+        other, and there is somebody to kill.
         """
-        if kind == "join":
-            return len(self.living) < self.most
-        if kind == "agent":
-            return len(self.living) > self.least
+        living = len(self.living)
+        if living in (self.least, self.most):
+            self.grows = living < self.most
+        if kind != "worker":
+            return self.grows == (kind == "join")
         return all(workers(agent.pid) for agent in self.living)
 
     def said(self) -> str:
@@ -136,10 +179,8 @@ def rows(file: Path) -> list[dict]:
     return [json.loads(line) for line in lines if line]
 
 
-def next_step(cluster: Cluster, since: float) -> tuple[float, int, int] | None:
-    """Wait for the first step of a start after `since`: its time, its number, and the processes
-    that train; None if the run ended before.
-    """
+def next_step(cluster: Cluster, since: float) -> Reached | None:
+    """Wait for the first step of a start after `since`; None if the run ended before."""
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         starts = [
@@ -153,11 +194,26 @@ def next_step(cluster: Cluster, since: float) -> tuple[float, int, int] | None:
                 if "loss" in r and r["time"] > begun["time"]
             ]
             if steps:
-                return steps[0]["time"], steps[0]["step"], begun["processes"]
+                phases = json.loads((cluster.out / FILE).read_text())["seconds"]
+                return Reached(
+                    steps[0]["time"], steps[0]["step"], begun["time"], begun["processes"], phases
+                )
         if not cluster.living:
             return None
         time.sleep(0.05)
-    raise SystemExit(f"no step {PATIENCE:g} s after a disturbance\n{cluster.said()}")
+    raise SystemExit(f"no step {PATIENCE:g} s after a disturbance\n{cluster.said()[-8000:]}")
+
+
+def divide(kind: str, since: float, before: Reached, after: Reached) -> dict[str, float]:
+    """Divide the seconds from a disturbance to the next step into PARTS."""
+    spent = {name: after.phases[name] - before.phases[name] for name in before.phases}
+    ours = {
+        **{name: spent[name] for name in ("imports", "rendezvous", "start", "restore")},
+        # before a kill nobody saves; saves between two joins are counted too
+        "save": spent["saves"] if kind == "join" else 0.0,
+        "first step": after.time - after.restored,
+    }
+    return {"torchrun": after.time - since - sum(ours.values()), **ours}
 
 
 def disturb(
@@ -176,15 +232,16 @@ def disturb(
             break
         # the one that was least often, so that none is missed
         kind = min(possible, key=lambda kind: (seen[kind], chance.random()))
-        since = time.time()
-        cluster.disturb(kind, chance)
+        since, before = time.time(), reached
+        cluster.disturb(kind, chance, reached.dp)
         reached = next_step(cluster, since)
         if reached is not None:
             seen[kind] += 1
-            events.append(Event(kind, reached[0] - since, reached[2], reached[1]))
+            parts, seconds = divide(kind, since, before, reached), reached.time - since
+            events.append(Event(kind, seconds, reached.dp, reached.step, parts))
             report(
                 f"{len(events):3} of {wanted}  {kind:6}  {len(cluster.living)} agents  "
-                f"dp {reached[2]}  step {reached[1]:5} after {reached[0] - since:.1f} s"
+                f"dp {reached.dp}  step {reached.step:5} after {seconds:.1f} s"
             )
     for agent in cluster.living:
         agent.wait(PATIENCE)

@@ -7,7 +7,7 @@ disturbed.
     python benchmarks/chaos.py --torchrun 2
         the restarts are those of torchrun's elastic agent
     python benchmarks/chaos.py --elastic --kills 20 --steps 4000
-        agents of torchrun, 2 to 4 of them, die, join, and lose workers (agents.py); exact numerics
+        agents of torchrun, 1 to 4 of them, die, join, and lose workers (agents.py); exact numerics
     python benchmarks/chaos.py --ppo --kills 8 --steps 60
         a policy and its critic, which learn from what the policy draws
 
@@ -36,7 +36,7 @@ if not __package__:  # run as a file: Python then looks for `benchmarks` beside 
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.agents import KINDS as KINDS_OF_EVENTS
-from benchmarks.agents import RENDEZVOUS, Cluster, Event, disturb
+from benchmarks.agents import OURS, PARTS, RENDEZVOUS, Cluster, Event, disturb
 from benchmarks.killing import Kills, kill_one, logged, workers
 from dolmen.checkpoint.reader import Checkpoint, locate
 from dolmen.data.tokenizer import train_bpe
@@ -67,7 +67,9 @@ ELASTIC = [
     *("--model.hidden-size", "32", "--model.intermediate-size", "48", "--model.head-dim", "8"),
     *("--model.num-hidden-layers", "2", "--train.sequence-length", "16"),
 ]
-"""A model so small that a restart takes longer than a hundred steps."""
+"""A model so small that a restart takes longer than a hundred steps. Of its batch of 8, exact
+numerics allow dp 1, 2 and 4: of three agents one is a spare.
+"""
 SNAPSHOTS = ["--checkpoint.snapshot-every", "5"]
 
 
@@ -282,6 +284,7 @@ def elastic(runs: Runs, given: argparse.Namespace, screen: Console) -> list[Even
                 row = f"{median(seconds):.1f}", f"{max(seconds):.1f}"
                 shown.add_row(kind, str(len(seconds)), *row)
         screen.print(shown)
+        screen.print(divided(events))
         settings = ", ".join(f"{name} {value}" for name, value in RENDEZVOUS.items())
         changes = sum(a.dp != b.dp for a, b in zip(events, events[1:], strict=False))
         restored = cluster.said().count("in memory is newer")
@@ -289,6 +292,18 @@ def elastic(runs: Runs, given: argparse.Namespace, screen: Console) -> list[Even
             f"changes of dp: {changes}; resumed from memory: {restored}; rendezvous: {settings}"
         )
     return events
+
+
+def divided(events: list[Event]) -> Table:
+    """Return a table of how the times divide."""
+    shown = Table("", "median s", "worst s", "", title="of these", title_justify="left")
+    rows = [(name, what, [event.parts[name] for event in events]) for name, what in PARTS.items()]
+    beyond = [event.remainder for event in events]
+    rows.append(("beyond rendezvous and process start", ", ".join(OURS), beyond))
+    for name, what, seconds in rows:
+        if seconds:
+            shown.add_row(name, f"{median(seconds):.1f}", f"{max(seconds):.1f}", what)
+    return shown
 
 
 def compare(runs: Runs) -> tuple[bool, bool]:

@@ -9,11 +9,16 @@ resumes from.
         seal                  uploaded last
       step-00000200/          no seal: being uploaded, being deleted, or left by a killed run
       step-00000300/          could not be read: `seal` is called `seal.damaged`
+      writers                 the runs that have written here, the newest last
 
 Objects cannot be renamed, so the seal is the marker of a complete checkpoint: uploaded after all
 other objects of a save, and deleted before any of them is. A save is complete at the URL first and
 gets its local name after that. So the local folder has no checkpoint that the URL never had, and a
 kill between any two requests leaves the newest complete checkpoint at the URL readable.
+
+Storage has no locks. A run adds a line to `writers` as it starts (`claim`), and looks before it
+writes or deletes a seal whether that is the last line still: of two machines that train at one URL
+the one that started first stops at its next save.
 
 A rank writes its file of tensors to the local disk, and uploads it from there: an upload that fails
 is repeated without the tensors being kept in memory, and the checksums are those of the seal. DCP's
@@ -26,6 +31,7 @@ when a rank of the host reads it, and compared with the seal before it gets its 
 """
 
 import re
+import uuid
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -35,12 +41,20 @@ from pathlib import Path
 from dolmen.checkpoint import folders, seal
 from dolmen.checkpoint.folders import FILE, METADATA, SEAL, STATE, Damaged
 from dolmen.checkpoint.reader import Checkpoint, Reader
+from dolmen.core.messages import escape
 from dolmen.files import gate, storage, write
 from dolmen.files.storage import PARTIAL, RemoteFolder, StoredFile
 
 STEP = re.compile(r"step-(\d{8,})/([^/]+)")
 SET_ASIDE = f"{SEAL}.damaged"
+WRITERS = "writers"
+MOST_WRITERS = 100  # lines of that file that are kept
+LONGEST_JOB = 200  # characters
 STEP_URL = re.compile(r"(.+)/checkpoints/step-(\d{8,})/?")
+
+
+class Superseded(ValueError):
+    """Another run has started to write to the URL."""
 
 
 class RemoteCheckpoints:
@@ -57,6 +71,7 @@ class RemoteCheckpoints:
         self.url, self.folder, self.push_run = url, folder, push_run
         self._remote = RemoteFolder(url)
         self._files: dict[int, dict[str, StoredFile]] = {}  # of complete checkpoints, by step
+        self._claim: str | None = None  # the line of this run in `writers`
 
     def list_complete(self) -> dict[int, dict[str, StoredFile]]:
         """Return the files of each complete checkpoint (with a seal) at the URL, step -> file name
@@ -160,10 +175,47 @@ class RemoteCheckpoints:
         with raise_damaged():
             self._remote.download(path, stored, self.folder / path, check)
 
+    def claim(self, job: str, restarted: bool) -> None:
+        """Become the run that writes to the URL. `job`: id that restarts of this run share. Raises
+        Superseded for a run that was `restarted` and whose place another has taken since.
+        """
+        job = " ".join(job.split())[:LONGEST_JOB]
+        lines = self._read_writers()
+        jobs = [line.partition(" ")[2] for line in lines]
+        if restarted and job in jobs and jobs[-1] != job:
+            raise self._superseded(jobs[-1])
+        self._claim = f"{uuid.uuid4().hex} {job}"
+        lines = [*lines[1 - MOST_WRITERS :], self._claim]
+        self._remote.write(WRITERS, "\n".join(lines).encode())
+
+    def _read_writers(self) -> list[str]:
+        """Read the lines of the file of writers; none without one."""
+        if (stored := self._remote.find(WRITERS)) is None:
+            return []
+        return self._remote.read(WRITERS, stored, 2**20).decode(errors="replace").splitlines()
+
+    def _check_claim(self) -> None:
+        """Raise Superseded if another run has claimed the URL since this one did."""
+        if self._claim is None:
+            return
+        last = (self._read_writers() or ["", ""])[-1]
+        if last != self._claim:
+            raise self._superseded(last.partition(" ")[2])
+
+    def _superseded(self, job: str) -> Superseded:
+        """Return the error that names the other run."""
+        by = f" ({escape(job[:LONGEST_JOB])})" if job else ""
+        return Superseded(
+            f"another run{by} has started to write to {self.url} since this one did: stop one of "
+            "the two; with --resume and another --checkpoint.to, this one continues from its "
+            "local checkpoints"
+        )
+
     def begin(self, step: int) -> None:
         """Delete the seal of the checkpoint of `step` at the URL, if it has one, so that it is not
-        complete while it is uploaded.
+        complete while it is uploaded. Raises Superseded.
         """
+        self._check_claim()
         self._remote.delete(f"{folders.name(step)}/{SEAL}")
 
     def upload(self, step: int, files: Iterable[Path]) -> None:
@@ -176,30 +228,34 @@ class RemoteCheckpoints:
     def finish(self, step: int, partial: Path) -> None:
         """Complete the checkpoint of `step` at the URL, whose files of tensors are uploaded: upload
         the run's other files (`push_run`), .metadata and state.json from the local folder
-        `partial`, and last its seal.
+        `partial`, and last its seal. Raises Superseded.
         """
+        self._check_claim()
         self.push_run()
         self.upload(step, [partial / METADATA, partial / STATE])
+        self._check_claim()
         self._remote.write(f"{folders.name(step)}/{SEAL}", read_seal(partial))
 
     def prune(self, keep: int, saved: int) -> None:
         """Delete old checkpoints at the URL: all complete ones but the `keep` of the highest steps
-        (0: delete none) and that of the step just `saved`, and all incomplete ones, which killed
-        runs left; not those set aside as damaged. Only files that a save writes are deleted.
+        (0: delete none) and that of the step just `saved`, all incomplete ones, which killed runs
+        left, and those set aside as damaged that are older than all that are kept. Only files that
+        a save writes are deleted.
         """
         steps = self._list()
         complete = [step for step, files in steps.items() if SEAL in files]
         remaining = {saved, *(complete[-keep:] if keep else complete)}
+        oldest = min(remaining) if keep else 0
         for step, files in steps.items():
-            if step not in remaining and SET_ASIDE not in files:
+            if step not in remaining and (SET_ASIDE not in files or step < oldest):
                 # the seal first: from then on it is not complete
                 for name in sorted(files, key=lambda name: name != SEAL):
-                    if FILE.fullmatch(name):
+                    if FILE.fullmatch(name) or name == SET_ASIDE:
                         self._remote.delete(f"{folders.name(step)}/{name}")
 
     def put_aside(self, step: int) -> None:
         """Rename the seal of the damaged checkpoint of `step` at the URL to seal.damaged, so that
-        it is never read again and never pruned.
+        it is never read again, and pruned only when `keep` newer ones are complete.
         """
         self._remote.write(f"{folders.name(step)}/{SET_ASIDE}", self._read(step, SEAL))
         self.begin(step)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from dolmen.checkpoint import folders, seal
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.reader import Reader
-from dolmen.checkpoint.remote import RemoteCheckpoints
+from dolmen.checkpoint.remote import RemoteCheckpoints, Superseded
 from dolmen.checkpoint.writer import Writer, pinned_for
 from dolmen.core.mesh import Mesh, background_group
 
@@ -110,7 +110,7 @@ class Checkpoints:
 
     def finish(self) -> None:
         """Wait for the save in progress, if any. Raises NotSaved, the same on every rank, if it has
-        failed. Collective.
+        failed, and Superseded. Collective.
         """
         if self._saving is None:
             return
@@ -123,6 +123,8 @@ class Checkpoints:
                 if isinstance(error, CheckpointException)
                 else error
             )
+            if isinstance(reason, Superseded):
+                raise reason from error
             raise NotSaved(
                 f"step {step} was not saved in {self.folder}: {reason!r}. "
                 f"{folders.describe_newest(self.folder)}: make room or use another folder, and "

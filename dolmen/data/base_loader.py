@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
 from typing import Any, Protocol
 
 from dolmen.data.batch import Batch
 from dolmen.data.masked_lm import Cloze
 from dolmen.data.mixture import Part
 from dolmen.data.tokenizer import PreTrainedTokenizer
+from dolmen.files.remote_file import TextFile
 
 
 class Mixed(Protocol):
@@ -217,7 +217,7 @@ class Loader(ABC):
         return {}
 
     @property
-    def validation_files(self) -> tuple[Path, ...]:
+    def validation_files(self) -> tuple[TextFile, ...]:
         """Files that make up the validation split; () if some of it is not a whole file."""
         return ()
 

@@ -36,6 +36,7 @@ from dolmen.data.token_cache import (
 )
 from dolmen.data.tokenise import load_hub, write_tokens
 from dolmen.files.kinds import CORPUS
+from dolmen.files.remote_file import TextFile
 
 FORMAT = 2
 FORM = Form(CORPUS, ("tokens.bin", "offsets.npy", "documents.npy", "seams.npy"))
@@ -48,7 +49,7 @@ class Corpus:
     """
 
     name: str
-    files: Sequence[Path]
+    files: Sequence[TextFile]
     """Files that are documents."""
     memory: Sequence[np.ndarray]
     """Memory-mapped tokens; a document lies in one of these arrays, and documents go on from one to
@@ -107,7 +108,7 @@ class Corpus:
             last[here] = tokens[at[here] - base]
         return last
 
-    def file(self, index: int) -> Path | None:
+    def file(self, index: int) -> TextFile | None:
         """Return the file that document `index` is all of; None if it is a row of a file or data
         set.
         """
@@ -182,7 +183,7 @@ def open_text(
     offsets = np.load(folder / "offsets.npy", mmap_mode="r")
     return Corpus(
         source.name,
-        [Path(path) for path, *_ in index["files"]],
+        source.files,
         [np.asarray(np.memmap(folder / "tokens.bin", np.dtype(index["dtype"]), mode="r"))],
         [offsets],
         offsets,

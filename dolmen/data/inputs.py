@@ -17,6 +17,7 @@ from dolmen.data.sources import DataSource, resolve_sources
 from dolmen.data.token_cache import file_digest
 from dolmen.data.tokenise import pieces
 from dolmen.data.validation_split import overlap_error
+from dolmen.files.remote_file import file_size
 
 
 class Inputs(NamedTuple):
@@ -149,7 +150,7 @@ def look_at(source: DataSource, text_field: str, least: int) -> str:
     first = next(pieces(source, text_field), None)
     if first is None:
         raise ValueError(f"{source.label}: no text in {plural(len(source.files), 'file')}")
-    sizes = [file.stat().st_size for file in source.files if is_whole_file(file)]
+    sizes = [file_size(file) for file in source.files if is_whole_file(file)]
     # a token per byte, and an end of text per file
     most = sum(sizes) + sum(size > 0 for size in sizes)
     if len(sizes) == len(source.files) and most < least:
@@ -170,13 +171,13 @@ def same_files(source: DataSource, validation: DataSource) -> bool:
     ours, theirs = ([*data.files, *data.indexed] for data in (source, validation))
     paths, sizes = set(theirs), defaultdict(list)
     for file in theirs:
-        sizes[file.stat().st_size].append(file)
+        sizes[file_size(file)].append(file)
     # files that are not the same path: compared by content
     left = [file for file in ours if file not in paths]
-    if not all(file.stat().st_size in sizes for file in left):
+    if not all(file_size(file) in sizes for file in left):
         return False
     # each file is hashed once, however many it is compared with
     digest = cache(file_digest)
     return all(
-        any(digest(other) == digest(file) for other in sizes[file.stat().st_size]) for file in left
+        any(digest(other) == digest(file) for other in sizes[file_size(file)]) for file in left
     )

@@ -13,7 +13,6 @@ before it.
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 
@@ -38,6 +37,7 @@ from dolmen.data.validation_split import (
     hold_out,
     split_documents,
 )
+from dolmen.files.remote_file import TextFile
 from dolmen.model.spec import ModelSpec
 from dolmen.ops.loss import IGNORED
 
@@ -197,7 +197,7 @@ class TextLoader(Loader):
         }
 
     @property
-    def validation_files(self) -> tuple[Path, ...]:
+    def validation_files(self) -> tuple[TextFile, ...]:
         """The held-out files, or () if some held-out document is not a whole file."""
         whole_files = all(split.files for split in self.held_out)
         return tuple(file for split in self.held_out for file in split.files) if whole_files else ()

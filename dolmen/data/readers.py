@@ -6,11 +6,10 @@ and within bounds, as a few bytes can hold a disk full of zeros.
 How a file becomes documents, by its suffix. Each reader gives, per document, its text in blocks,
 so that no file is in memory at once but a .json one.
 
-Parquet is read through `datasets`. Text and rows are not, because `datasets` turns \\r\\n into
-\\n and reads a file into one string, and refuses rows whose keys differ.
+Parquet is read by pyarrow, in batches of rows. `datasets` is not used: it turns \\r\\n into \\n,
+reads a file of text into one string, and refuses rows whose keys differ.
 """
 
-import glob
 import gzip
 import io
 import json
@@ -18,27 +17,30 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 import zstandard
 
 from dolmen.files.gate import MIB, Kind, Refused, parse_json, refuse
 from dolmen.files.kinds import TEXT_ROW
+from dolmen.files.remote_file import TextFile, file_size, open_binary
+from dolmen.files.storage import StorageError
 
 PACKED = (".gz", ".zst")
 # Text packs to a third or a tenth; the most repetitive logs to a hundredth.
 MOST_TIMES = 256
 ALWAYS = 1 << 24  # bytes that any file may unpack to
+BATCH = 512  # rows of a table at once
 BLOCK = 512  # packed bytes at once: zstd makes at most 128 KiB of 4 bytes
 
 
 @contextmanager
-def open_decompressed(file: Path) -> Iterator[BinaryIO]:
+def open_decompressed(file: TextFile) -> Iterator[BinaryIO]:
     """Context manager: open the file as a binary stream, decompressed if it is .gz or .zst. Raises
     ValueError, naming the file, for one that is damaged, truncated or unpacks to far too much.
     """
     suffix = file.suffix.lower()
-    with open(file, "rb") as packed:
+    with open_binary(file) as packed:
         if suffix not in PACKED:
             yield packed
             return
@@ -51,10 +53,10 @@ def open_decompressed(file: Path) -> Iterator[BinaryIO]:
 class Unpacked(io.RawIOBase):
     """Raw stream of a file's decompressed bytes (`inner`) that bounds their number."""
 
-    def __init__(self, file: Path, inner: "gzip.GzipFile | Zstandard"):
+    def __init__(self, file: TextFile, inner: "gzip.GzipFile | Zstandard"):
         """`file`: path of the packed file. `inner`: stream of its decompressed bytes."""
         self.file, self.inner, self.count = file, inner, 0
-        self.size = file.stat().st_size
+        self.size = file_size(file)
         self.most = max(ALWAYS, MOST_TIMES * self.size)
 
     def readable(self) -> bool:
@@ -67,6 +69,8 @@ class Unpacked(io.RawIOBase):
         """
         try:
             data = self.inner.read(len(buffer))
+        except StorageError:
+            raise
         except (EOFError, OSError, zlib.error, zstandard.ZstdError) as error:
             raise ValueError(f"{self.file} cannot be decompressed: {error}") from error
         self.count += len(data)
@@ -109,9 +113,6 @@ class Zstandard(io.RawIOBase):
         return data
 
 
-if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
-
 # characters that are tokenised at once: 1 GB in one string would need 50 GB, and one core
 PIECE = 1 << 18
 LEAVE_OUT = "or leave the file out: move it, or name the others with a glob (notes/*.md)"
@@ -120,33 +121,36 @@ Located = tuple[dict[str, Any], str]
 """A row, and its file and number for error messages."""
 
 
-def form(file: Path) -> str | None:
+def form(file: TextFile) -> str | None:
     """Return the suffix that decides how to read `file`, without that of compression; "" for a file
     that is read if it is UTF-8 text, None if it is not read.
     """
-    name = Path(file.stem) if file.suffix.lower() in PACKED else file
+    packed = file.suffix.lower() in PACKED
+    name = Path(file.stem) if packed else file
     suffix = name.suffix.lower()
-    if file != name and suffix == ".parquet":
+    if packed and suffix == ".parquet":
         return None  # it has its own compression, and is read by parts
     if suffix in READERS:
         return suffix
     return None if suffix in OTHER_FORMATS else ""
 
 
-def is_whole_file(file: Path) -> bool:
+def is_whole_file(file: TextFile) -> bool:
     """Return True if the file is one uncompressed text document, so that the document is the file's
     bytes.
     """
     return form(file) in TEXT and file.suffix.lower() not in PACKED
 
 
-def looks_like_text(file: Path) -> bool:
+def looks_like_text(file: TextFile) -> bool:
     """Return True if the first 4,096 bytes of the file, decompressed, are UTF-8 text without zero
     bytes.
     """
     try:
         with open_decompressed(file) as stream:
             head = stream.read(4096)
+    except StorageError:
+        raise
     except (ValueError, OSError):
         return False
     try:
@@ -156,14 +160,14 @@ def looks_like_text(file: Path) -> bool:
     return b"\0" not in head
 
 
-def read_documents(file: Path, text_field: str) -> Iterator[Iterable[str]]:
+def read_documents(file: TextFile, text_field: str) -> Iterator[Iterable[str]]:
     """Yield the documents of a file, by its suffix, each as blocks of text; rows have their text in
     `text_field`. Raises ValueError naming the file and row.
     """
     return READERS[form(file) or ""](file, text_field)
 
 
-def text_documents(file: Path, text_field: str) -> Iterator[Iterator[str]]:
+def text_documents(file: TextFile, text_field: str) -> Iterator[Iterator[str]]:
     r"""Yield the whole file as one document, exact to the byte (`newline=""` keeps \r\n). Raises
     ValueError where it is not UTF-8.
     """
@@ -186,7 +190,7 @@ def text_documents(file: Path, text_field: str) -> Iterator[Iterator[str]]:
     yield blocks()
 
 
-def jsonl_documents(file: Path, text_field: str) -> Iterator[list[str]]:
+def jsonl_documents(file: TextFile, text_field: str) -> Iterator[list[str]]:
     """Yield the text of each row of a .jsonl, its field `text_field`, as a document of one
     block.
     """
@@ -194,7 +198,7 @@ def jsonl_documents(file: Path, text_field: str) -> Iterator[list[str]]:
         yield [row_text(row, text_field, where)]
 
 
-def jsonl_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
+def jsonl_rows(file: TextFile, max_bytes: int | None = None) -> Iterator[Located]:
     """Yield each line that is not blank as (row, where). Raises ValueError for a line of more than
     `max_bytes`, before it is parsed.
     """
@@ -205,7 +209,7 @@ def jsonl_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
                 yield parse_json(line, where, TEXT_ROW), where
 
 
-def lines_of(stream: BinaryIO, file: Path, max_bytes: int | None = None) -> Iterator[bytes]:
+def lines_of(stream: BinaryIO, file: TextFile, max_bytes: int | None = None) -> Iterator[bytes]:
     """Yield the lines of a stream. Raises ValueError for a line over `max_bytes`, or over what any
     row may have.
     """
@@ -245,13 +249,13 @@ def small_rows(rows: Iterator[Located], max_bytes: int | None) -> Iterator[Locat
         yield row, where
 
 
-def json_documents(file: Path, text_field: str) -> Iterator[list[str]]:
+def json_documents(file: TextFile, text_field: str) -> Iterator[list[str]]:
     """Yield the text of each row of a .json, its field `text_field`, as a document of one block."""
     for row, where in json_rows(file):
         yield [row_text(row, text_field, where)]
 
 
-def json_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
+def json_rows(file: TextFile, max_bytes: int | None = None) -> Iterator[Located]:
     """Yield the rows of a .json file, a list or a single row, as (row, where). Raises ValueError
     for a file that is too large, and Refused for malformed JSON.
     """
@@ -263,64 +267,59 @@ def json_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
             f"{file}: more than {ROWS.size:,} bytes, the most that a .json file may have: write "
             "its rows as .jsonl"
         )
-    content = parse_json(data, file, ROWS)
+    content = parse_json(data, str(file), ROWS)
     rows = content if isinstance(content, list) else [content]
     located = ((row, f"{file}, row {number}") for number, row in enumerate(rows, 1))
     yield from small_rows(located, max_bytes)
 
 
-def parquet_documents(file: Path, text_field: str) -> Iterator[list[str]]:
+def parquet_documents(file: TextFile, text_field: str) -> Iterator[list[str]]:
     """Yield the text of each row of a .parquet, its column `text_field`, as a document of one
     block. Raises Refused where the file is damaged or lacks the column.
     """
-    with parquet(file, [text_field]) as table:
-        for text in column_texts(table, text_field, str(file)):
+    with parquet(file, [text_field]) as batches:
+        for text in column_texts(batches, text_field, str(file)):
             yield [text]
 
 
-def parquet_rows(file: Path, max_bytes: int | None = None) -> Iterator[Located]:
+def parquet_rows(file: TextFile, max_bytes: int | None = None) -> Iterator[Located]:
     """Yield the rows of a .parquet file as (row, where). Raises Refused where it is damaged."""
-    with parquet(file, None) as table:
-        yield from table_rows(table, str(file), max_bytes)
+    with parquet(file, None) as batches:
+        yield from table_rows(batches, str(file), max_bytes)
+
+
+Batches = Iterable[dict[str, list]]
+"""Rows of a table in batches: the values of each column."""
 
 
 @contextmanager
-def parquet(file: Path, column_names: list[str] | None) -> Iterator["IterableDataset"]:
-    """Context manager: the file's columns `column_names` (None: all) as a streamed data set. Errors
-    while reading become Refused.
+def parquet(file: TextFile, column_names: list[str] | None) -> Iterator[Batches]:
+    """Context manager: the rows of a file's columns `column_names` (None: all). Errors while
+    reading become Refused.
     """
-    import datasets
     import pyarrow
     import pyarrow.parquet
 
-    try:
-        # the schema alone: no rows yet
-        columns = pyarrow.parquet.read_schema(file).names
-    except (pyarrow.ArrowException, OSError) as error:
-        raise refuse(file, f"is not parquet: {error}") from error
-    for name in column_names or ():
-        check_column(name, columns, str(file))
-    table = datasets.load_dataset(
-        "parquet",
-        # `datasets` would expand [ and * in a file name
-        data_files=glob.escape(str(file)),
-        split="train",
-        streaming=True,
-        columns=column_names,
-    )
-    try:
-        yield table
-    except Refused:
-        raise
-    except Exception as error:  # of `datasets` and pyarrow, which have a dozen types
-        raise refuse(file, f"is damaged parquet: {error}") from error
+    with open_binary(file) as stream:
+        try:
+            # the schema alone: no rows yet
+            table = pyarrow.parquet.ParquetFile(stream)
+        except StorageError:
+            raise
+        except (pyarrow.ArrowException, OSError) as error:
+            raise refuse(str(file), f"is not parquet: {error}") from error
+        for name in column_names or ():
+            check_column(name, table.schema_arrow.names, str(file))
+        try:
+            yield (batch.to_pydict() for batch in table.iter_batches(BATCH, columns=column_names))
+        except (Refused, StorageError):
+            raise
+        except Exception as error:  # of pyarrow, which has a dozen types
+            raise refuse(str(file), f"is damaged parquet: {error}") from error
 
 
-def table_rows(
-    table: "Dataset | IterableDataset", where: str, max_bytes: int | None = None
-) -> Iterator[Located]:
-    """Yield the rows of a data set as (row, where), read in batches."""
-    batches = cast(Iterable[dict[str, list]], table.iter(batch_size=512))
+def table_rows(batches: Batches, where: str, max_bytes: int | None = None) -> Iterator[Located]:
+    """Yield the rows of a table as (row, where)."""
     rows = (
         dict(zip(batch, values, strict=True))
         for batch in batches
@@ -330,13 +329,9 @@ def table_rows(
     yield from small_rows(located, max_bytes)
 
 
-def column_texts(table: "Dataset | IterableDataset", text_field: str, where: str) -> Iterator[str]:
-    """Yield the texts of one column of a data set, read in batches, because `datasets` takes 13
-    times as long row by row. Raises Refused for a value that is not text.
-    """
+def column_texts(batches: Batches, text_field: str, where: str) -> Iterator[str]:
+    """Yield the texts of one column of a table. Raises Refused for a value that is not text."""
     number = 0
-    # datasets types a batch as whatever a row may be made into; without a format it is columns
-    batches = cast(Iterable[dict[str, list]], table.iter(batch_size=512))
     for batch in batches:
         for value in batch[text_field]:
             number += 1
@@ -411,14 +406,14 @@ OTHER_FORMATS = frozenset(
 )
 """Suffixes of markup, tables, settings and tensors: no plain text, also where it is UTF-8."""
 TEXT = (".txt", ".md", ".py", "")  # a file is a document
-READERS: dict[str, Callable[[Path, str], Iterator[Iterable[str]]]] = {
+READERS: dict[str, Callable[[TextFile, str], Iterator[Iterable[str]]]] = {
     **dict.fromkeys(TEXT, text_documents),
     ".jsonl": jsonl_documents,
     ".json": json_documents,
     ".parquet": parquet_documents,
 }
 # files that hold rows, which may be more than text
-ROW_READERS: dict[str, Callable[[Path, int | None], Iterator[Located]]] = {
+ROW_READERS: dict[str, Callable[[TextFile, int | None], Iterator[Located]]] = {
     ".jsonl": jsonl_rows,
     ".json": json_rows,
     ".parquet": parquet_rows,

@@ -28,6 +28,7 @@ from dolmen.core.messages import plural
 from dolmen.data.readers import SUPPORTED, form, looks_like_text
 from dolmen.files import storage
 from dolmen.files.indexed import BIN, IDX, is_indexed
+from dolmen.files.remote_file import RemoteFile, TextFile, file_size
 
 STANDARD_LIBRARY = "python-standard-library"  # as an entry of --data.path
 
@@ -41,9 +42,9 @@ LINKS = "links to folders"  # which would have to be named themselves
 class EntryFiles:
     """Files of one --data.path entry, and counts of what was left out."""
 
-    def __init__(self, entry: str, files: list[Path] | None = None):
+    def __init__(self, entry: str, files: Sequence[TextFile] = ()):
         """`entry` is as the user wrote it; `files` are known already, if given."""
-        self.entry, self.files, self.seen = entry, files or [], 0
+        self.entry, self.files, self.seen = entry, [*files], 0
         self.skipped: Counter[str] = Counter()
         self.bytes_read = self.bytes_skipped = 0
         self.folders: dict[Path, str] = {}
@@ -157,7 +158,7 @@ class DataSource:
 
     name: str
     weight: Fraction | None
-    files: tuple[Path, ...]
+    files: tuple[TextFile, ...]
     hubs: tuple[str, ...]
     left_out: tuple[str, ...] = ()
     """Notes on files in folders and globs that are not read, a line each."""
@@ -173,7 +174,8 @@ class DataSource:
     @property
     def paths(self) -> list[Path]:
         """All local files that are read, .idx files included."""
-        return [*self.files, *self.indexed, *(file.with_suffix(IDX) for file in self.indexed)]
+        local = [file for file in self.files if isinstance(file, Path)]
+        return [*local, *self.indexed, *(file.with_suffix(IDX) for file in self.indexed)]
 
     @property
     def text(self) -> bool:
@@ -239,7 +241,7 @@ def gather(
     files = list(dict.fromkeys(files))  # two globs may name one file
     tokens = tuple(file for file in files if file.suffix == BIN)
     files = [file for file in files if file.suffix != BIN]
-    if files and not hubs and not tokens and not any(file.stat().st_size for file in files):
+    if files and not hubs and not tokens and not any(map(file_size, files)):
         matched = plural(len(files), "file")
         raise ValueError(f"{option} {', '.join(entries[:3])}: {matched} with 0 bytes")
     name = ", ".join(entries[:3]) + (f" and {len(entries) - 3} more" if len(entries) > 3 else "")
@@ -283,33 +285,38 @@ def entry_files(entry: str, option: str, cache: Path | None) -> EntryFiles | Non
 
 
 def stored_files(entry: str, option: str) -> EntryFiles:
-    """Download what a URL means, and return the local copies: an object, all files of a known
-    suffix in a folder, or those of a glob, whose last part alone may be a pattern. Raises
-    ValueError where there is nothing to read, and StorageError.
+    """Return what a URL means: an object, all files of a known suffix in a folder, or those of a
+    glob, whose last part alone may be a pattern. Text is read from there; .bin files, which are
+    memory-mapped, are downloaded. Raises ValueError where there is nothing to read, and
+    StorageError.
     """
     folder, _, last = entry.rstrip("/").rpartition("/")
     is_glob, found = glob.has_magic(last), EntryFiles(entry)
     if glob.has_magic(folder):
         raise ValueError(f"{option} {entry}: only the last part of a URL may be a pattern")
-    if not is_glob and (file := storage.pull_file(entry)) is not None:
-        if file.suffix == BIN:  # tokens, whose lengths are in another file
-            storage.pull_file(entry.removesuffix(BIN) + IDX)
-        found.add(file)
+    if not is_glob and (stored := storage.RemoteFolder(folder).find(last)) is not None:
+        named = {last: stored}
+        # tokens, whose lengths are in another file
+        names = [last, last.removesuffix(BIN) + IDX] if last.endswith(BIN) else [last]
+        if not readable_names(names, names) and not looks_like_text(RemoteFile(entry, stored)):
+            raise ValueError(f"{option} {entry} is not UTF-8 text; {SUPPORTED}")
     else:
-
-        def read(names: Collection[str]) -> list[str]:
-            """Return the names of what is read, and count the others."""
-            meant = fnmatch.filter(names, last) if is_glob else names
-            readable = readable_names(meant, names)
-            found.skipped["hidden files and files of other kinds"] += len(meant) - len(readable)
-            return readable
-
-        for file in storage.pull_files(folder if is_glob else entry, read):
-            found.add(file)
+        folder = folder if is_glob else entry.rstrip("/")
+        named = storage.RemoteFolder(folder).files()
+        if not named:
+            raise ValueError(f"{folder}: there is no such folder, or it is empty")
+        meant = fnmatch.filter(named, last) if is_glob else named
+        names = readable_names(meant, named)
+        found.skipped["hidden files and files of other kinds"] += len(meant) - len(names)
+    indexed = [name for name in names if PurePosixPath(name).suffix in (BIN, IDX)]
+    for file in storage.pull_files(folder, lambda _: indexed) if indexed else ():
+        found.add(file)
+    texts = [name for name in names if name not in indexed]
+    found.files += [RemoteFile(f"{folder}/{name}", named[name]) for name in texts]
     if not found.files:
         notes = "".join(f"; skipped: {note}" for note in found.notes())
         raise ValueError(f"{option} {entry}: no readable files{notes}; {SUPPORTED}")
-    found.files.sort()
+    found.files.sort(key=str)
     return found
 
 

@@ -37,6 +37,7 @@ import xxhash
 from dolmen.core import filesystem
 from dolmen.core.log import say
 from dolmen.files.gate import Kind, Refused, read_json
+from dolmen.files.remote_file import RemoteFile, TextFile, open_binary
 
 INDEX = "index.json"
 
@@ -133,18 +134,21 @@ def write_index(
     (folder / INDEX).write_text(json.dumps({**index, "digest": digest_of(index)}))
 
 
-def identity_of(file: Path) -> list:
+def identity_of(file: TextFile) -> list:
     """Return [path, bytes, modification time, change time] of a file, times in ns, by which changed
-    content is noticed without reading it.
+    content is noticed without reading it. An object at a URL has no change time: one that changes
+    later is noticed as it is read.
     """
+    if isinstance(file, RemoteFile):
+        return [file.url, file.stored.size, file.stored.changed, 0]
     status = file.stat()
     return [str(file), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 
 
-def file_digest(file: Path) -> str:
+def file_digest(file: TextFile) -> str:
     """Return the XXH3 hash (128 bits, hexadecimal) of a file's content."""
     digest = xxhash.xxh3_128()
-    with open(file, "rb") as content:
+    with open_binary(file) as content:
         while block := content.read(1 << 22):
             digest.update(block)
     return digest.hexdigest()

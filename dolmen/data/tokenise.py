@@ -10,15 +10,17 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import xxhash
 
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.readers import (
+    BATCH,
     PIECE,
     ROW_READERS,
+    Batches,
     Located,
     check_column,
     column_texts,
@@ -29,6 +31,9 @@ from dolmen.data.readers import (
     table_rows,
 )
 from dolmen.data.sources import DataSource
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 WHITE_SPACE = b" \t\n\r\v\f"
 
@@ -110,7 +115,7 @@ def rows(source: DataSource, max_bytes: int | None = None) -> Iterator[Located]:
         yield from reader(file, max_bytes)
     for hub in source.hubs:
         where = f"{source.option} {hub}"
-        yield from table_rows(load_hub(hub, source.option), where, max_bytes)
+        yield from table_rows(hub_batches(load_hub(hub, source.option)), where, max_bytes)
 
 
 def first_lines(source: DataSource, text_field: str, max_bytes: int | None) -> Iterator[Located]:
@@ -182,7 +187,13 @@ def hub_rows(name: str, text_field: str, option: str) -> Iterator[str]:
     """
     table = load_hub(name, option)
     check_column(text_field, table.column_names, f"{option} {name}")
-    yield from column_texts(table.select_columns([text_field]), text_field, name)
+    yield from column_texts(hub_batches(table.select_columns([text_field])), text_field, name)
+
+
+def hub_batches(table: "Dataset") -> Batches:
+    """Return the rows of a data set in batches: row by row `datasets` takes 13 times as long."""
+    # datasets types a batch as whatever a row may be made into; without a format it is columns
+    return cast(Batches, table.iter(batch_size=BATCH))
 
 
 DOCUMENT = np.dtype([("bytes", "<i8"), ("hash", "<u8"), ("words", "<u8"), ("file", "<i4")])

@@ -35,7 +35,6 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +45,7 @@ from dolmen.data.mixture import TokenStream, normalize_weights
 from dolmen.data.sources import DataSource
 from dolmen.data.tokenise import pieces
 from dolmen.data.tokenizer import PreTrainedTokenizer
+from dolmen.files.remote_file import TextFile
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ValidationSplit:
     documents: int
     size: int | None
     """Bytes of the text, exactly; None where they are not known."""
-    files: tuple[Path, ...]
+    files: tuple[TextFile, ...]
     """The files that it consists of, or () unless each document is a whole file."""
     note: str
     name: str = ""

@@ -12,6 +12,7 @@ Reading
     indexed.py              Megatron's .bin and .idx
 Object storage
     storage.py              local copies of files at URLs (s3://), and uploads
+    remote_file.py          text at URLs, read without a copy
 Writing
     write.py                atomic writes, through no link
 """

@@ -145,7 +145,7 @@ class RemoteFolder:
         """
         if stored.size > most:
             raise gate.refuse(f"{self.url}/{name}", f"has more than {most:,} bytes")
-        return self._block(name, 0, stored.size)
+        return self.read_block(name, 0, stored.size)
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small object, and read it back until it has this content."""
@@ -225,14 +225,14 @@ class RemoteFolder:
 
             def copy(start: int) -> None:
                 """Copy one block to its place in the file."""
-                data = self._block(name, start, min(start + BLOCK, stored.size))
+                data = self.read_block(name, start, min(start + BLOCK, stored.size))
                 os.pwrite(file.fileno(), data, start)
 
             for _ in pool.map(copy, range(0, stored.size, BLOCK)):
                 pass
             os.fsync(file.fileno())
 
-    def _block(self, name: str, start: int, stop: int) -> bytes:
+    def read_block(self, name: str, start: int, stop: int) -> bytes:
         """Return the bytes start:stop of an object; a request that fails or returns fewer is
         repeated.
         """

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dolmen.conversion.convert import export_model
+from dolmen.core.filesystem import is_url
 from dolmen.core.log import console, duration
 from dolmen.core.mesh import SINGLE
 from dolmen.core.messages import Failed, plural
@@ -136,11 +137,12 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
         table.add_row("", evaluate.describe_source(name, loss, per_byte, before))
     if outcome["bits_per_byte"] is not None:
         line = f"{outcome['bits_per_byte']:.3f}"
-        if run.finish.compressors and outcome["validation_files"]:
-            gzip, xz = gzip_xz_bits([Path(f) for f in outcome["validation_files"]])
+        held_out = outcome["validation_files"]
+        if run.finish.compressors and held_out and not any(map(is_url, held_out)):
+            gzip, xz = gzip_xz_bits([Path(f) for f in held_out])
             line += (
                 f"   (gzip -9: {gzip:.3f}, xz -9: {xz:.3f}, each of the "
-                f"{len(outcome['validation_files'])} held-out files separately)"
+                f"{len(held_out)} held-out files separately)"
             )
         table.add_row("bits per byte", line)
     if report is not None:

@@ -4,7 +4,8 @@ start of its first process over all restarts.
 At every moment the first rank is in one phase, and `GoodputTimer` adds up the seconds of each: the
 shares sum to one. The training loop names its phases as it passes them (`Watch.beat`):
 
-    process starts   start          imports, options, data, building the model
+    process starts   imports        starting Python, importing PyTorch
+      |              start          options, data, building the model
       |              rendezvous     joining the other ranks, agreeing on how to start
       |              restore        reading the checkpoint
     loop             batches        waiting for data
@@ -42,7 +43,7 @@ from dolmen.launch.watchdog import collective_of
 FILE = "goodput.json"
 PHASES = (
     *("steps", "recomputed", "stragglers", "batches", "validation", "saves", "other"),
-    *("start", "rendezvous", "restore", "down"),
+    *("imports", "start", "rendezvous", "restore", "down"),
 )
 LOOP = {
     "the first batch": "batches",
@@ -61,11 +62,14 @@ NAMED = 0.02
 
 
 class JoinTimes(NamedTuple):
-    """Times of this process, in seconds since 1970: started, joining the others, joined."""
+    """Times of this process, in seconds since 1970: started, joining the others, joined; and of the
+    seconds between the first two those of imports.
+    """
 
     started: float
     joining: float
     joined: float
+    imports: float = 0.0
 
 
 class Waits(NamedTuple):
@@ -143,7 +147,8 @@ class GoodputTimer:
         now = time.time()
         times = joined or JoinTimes(now, now, now)
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.seconds["start"] = times.joining - times.started
+        self.seconds["imports"] = times.imports
+        self.seconds["start"] = times.joining - times.started - times.imports
         self.seconds["rendezvous"] = times.joined - times.joining
         self.began, self.since, self.phase = times.started, times.joined, "start"
         self.reached = 0  # the last step that any start has made
@@ -230,16 +235,13 @@ class GoodputTimer:
         """Return phase -> its share of the run's wall time so far; they sum to one. {} if no time
         has passed.
         """
-        total = sum(self.seconds.values())
-        return {phase: seconds / total for phase, seconds in self.seconds.items()} if total else {}
+        return shares(self.seconds)
 
     def slow_ranks(self) -> dict[str, float]:
         """Return "rank N delays COLLECTIVE" -> the share of the run's wall time that other ranks
         waited for this rank there, the largest first: at most four, of 2 % or more each.
         """
-        total = sum(self.seconds.values())
-        worst = sorted(self.slow, key=lambda name: -self.slow[name])[:4]
-        return {n: self.slow[n] / total for n in worst if self.slow[n] >= NAMED * total}
+        return slow_ranks(self.slow, self.seconds)
 
     def _write(self) -> None:
         """Write the seconds of each phase, the slow ranks and the last step reached to
@@ -254,6 +256,21 @@ class GoodputTimer:
             "slow": self.slow,
         }
         write.replace(self.file, json.dumps(row), lasting=False)
+
+
+def shares(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the share of each phase in the sum of `seconds`; empty where that is 0."""
+    total = sum(seconds.values())
+    return {phase: spent / total for phase, spent in seconds.items()} if total else {}
+
+
+def slow_ranks(slow: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the four worst of the slow ranks, each with the collective that it delayed, and the
+    share of the wall time (the sum of `seconds`) that the others waited there; the worst first.
+    """
+    total = sum(seconds.values())
+    worst = sorted(slow, key=lambda name: -slow[name])[:4]
+    return {name: slow[name] / total for name in worst if slow[name] >= NAMED * total}
 
 
 def slowest(waits: list[Waits]) -> tuple[float, str]:

@@ -206,9 +206,10 @@ def make_initial(job: _Job) -> TrainState:
 
 @contextmanager
 def _lock(job: _Job) -> Iterator[None]:
-    """Context manager: the first rank holds the lock of the run's folder, so that no second run
-    uses it. Raises Unusable, on every rank, if another run holds it; a restart waits up to 60
-    seconds. Prints a warning where the file system has no locks. Collective.
+    """Context manager: the first rank holds the lock of the run's folder, and has claimed its URL,
+    so that no second run uses them. Raises Unusable, on every rank, if another run holds the
+    folder, or has taken the URL from a run that is restarted; a restart waits up to 60 seconds for
+    the lock. Prints a warning where the file system has no locks. Collective.
     """
     patience = 60 if job.start.restarted else 0
     descriptor = on_first_rank(job.mesh, lambda: folder.lock_folder(job.out, patience))
@@ -217,7 +218,10 @@ def _lock(job: _Job) -> Iterator[None]:
             f"WARNING: the file system of {job.out} does not support locks, so a second run in "
             "the same folder cannot be prevented"
         )
+    remote = job.checkpoints.remote
     try:
+        if remote is not None:
+            on_first_rank(job.mesh, lambda: remote.claim(process.job(), job.start.restarted))
         yield
     finally:
         if job.mesh.first:

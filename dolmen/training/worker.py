@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from dolmen.checkpoint import folders
 from dolmen.checkpoint.folders import Damaged
+from dolmen.checkpoint.remote import Superseded
 from dolmen.checkpoint.store import NotSaved
 from dolmen.core import determinism
 from dolmen.core import device as devices
@@ -51,6 +52,8 @@ from dolmen.training.resolve import checkpoint_to_resume, load_data, open_data, 
 from dolmen.training.run import Outcome, Prepared, read_summary, run_training, summary
 from dolmen.training.start import StartMode, agree_on_start
 
+IMPORTED = time.time()
+"""When PyTorch and this package had been imported, in seconds since 1970."""
 Guard = Callable[[Callable[[], int]], int]
 
 
@@ -280,7 +283,8 @@ def worker(
         start = _start(request, started, device, refusal)
         # a launcher is older than a restart
         started_at = process.started_at(with_launcher=not start.restarted)
-        joined = JoinTimes(min(started_at, joining), joining, time.time())
+        imports = max(0.0, IMPORTED - process.started_at(with_launcher=False))
+        joined = JoinTimes(min(started_at, joining), joining, time.time(), imports)
         if start.resumed != request.handling.resume:
             prepared = None  # a restart: what the run started from may be gone since
         # and it may be on a host that has nothing of the run
@@ -354,7 +358,7 @@ def explain_errors(out: Path) -> Iterator[None]:
         raise BadInput(str(error)) from None
     except (NotSaved, StorageError) as error:
         raise Failed(str(error)) from None
-    except (FloatingPointError, determinism.NotDeterministic) as error:
+    except (FloatingPointError, determinism.NotDeterministic, Superseded) as error:
         raise Failed(str(error), final=True) from None
     except OSError as error:
         if error.errno not in OUTSIDE:

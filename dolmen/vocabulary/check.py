@@ -14,6 +14,7 @@ from dolmen.core.messages import brief, plural
 from dolmen.data.sources import DataSource, resolve_sources
 from dolmen.data.tokenise import pieces
 from dolmen.data.tokenizer import PreTrainedTokenizer, encoder, load_tokenizer
+from dolmen.files.remote_file import file_size
 from dolmen.vocabulary.config import VocabText
 from dolmen.vocabulary.tokenizer_folder import Vocabulary
 
@@ -36,7 +37,7 @@ class Text:
         the text is on the hub.
         """
         files = self.source.files
-        return None if self.source.hubs else sum(file.stat().st_size for file in files)
+        return None if self.source.hubs else sum(map(file_size, files))
 
     def pieces(self) -> Iterator[str]:
         """Yield the whole text of the data source in order, in pieces that fit into memory. Raises

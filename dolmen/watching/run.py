@@ -227,15 +227,15 @@ class WatchedRun:
         except gate.Refused as error:
             self.refused[goodput.FILE] = str(error)
             return ""
-        if sums is None or not (total := sum(sums["seconds"].values())):
+        if sums is None or not (shares := goodput.shares(sums["seconds"])):
             return ""
-        shares = {name: seconds / total for name, seconds in sums["seconds"].items()}
-        slow = (
-            f"{_shorten(name)}: the others wait {seconds / total:.0%}"
-            for name, seconds in sums["slow"].items()
-            if seconds / total >= goodput.NAMED
+        slow = goodput.slow_ranks(sums["slow"], sums["seconds"])
+        return "; ".join(
+            [
+                goodput.describe(shares),
+                *(f"{_shorten(name)}: the others wait {share:.0%}" for name, share in slow.items()),
+            ]
         )
-        return "; ".join([goodput.describe(shares), *slow])
 
     def _last_update(self) -> str:
         """Return the time at which a file of metrics, history or samples was last written, in UTC

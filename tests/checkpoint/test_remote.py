@@ -13,7 +13,7 @@ from faulty import Faulty
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dolmen.checkpoint.folders import Damaged
-from dolmen.checkpoint.remote import RemoteCheckpoints, pin_url, pull_model
+from dolmen.checkpoint.remote import RemoteCheckpoints, Superseded, pin_url, pull_model
 from dolmen.checkpoint.store import Checkpoints, NotSaved
 from dolmen.core import mesh as meshes
 from dolmen.core.mesh import SINGLE
@@ -97,6 +97,61 @@ def test_killed_at_every_request_of_a_save(system, tmp_path):
         assert left == {"step-00000003"}
         request += 1
     assert request > 15
+
+
+def claimed(folder, job: str, restarted: bool = False) -> Checkpoints:
+    """The checkpoints of a run that has just started, on a machine of its own."""
+    store = open_store(folder)
+    assert store.remote is not None
+    store.remote.claim(job, restarted)
+    return store
+
+
+def test_of_two_machines_at_one_url_the_first_stops(system, tmp_path):
+    first = claimed(tmp_path / "here", "host-a 12 345")
+    save(first, 1, 1.0)
+    second = claimed(tmp_path / "there", "host-b\n678 \x1b[2J")
+    with pytest.raises(Superseded, match=r"another run \(host-b 678 .*\) has started to write to"):
+        save(first, 2, 2.0)
+    save(second, 2, 2.5)
+    with pytest.raises(Superseded):  # before it deletes a seal
+        save(first, 2, 2.0)
+    assert load_newest(tmp_path / "third") == (2, 2.5)
+    # a restart of it does not come back, that of the other does, and a person may
+    with pytest.raises(Superseded):
+        claimed(tmp_path / "here", "host-a 12 345", restarted=True)
+    save(claimed(tmp_path / "there", "host-b\n678 \x1b[2J", restarted=True), 3, 3.0)
+    save(claimed(tmp_path / "new", "host-c 9 9", restarted=True), 4, 4.0)  # killed before its claim
+    save(claimed(tmp_path / "here", "host-a 12 345"), 5, 5.0)
+
+
+def test_a_run_that_is_superseded_within_a_save_writes_no_seal(system, tmp_path, monkeypatch):
+    first = claimed(tmp_path / "here", "a")
+    assert first.remote is not None
+    monkeypatch.setattr(first.remote, "push_run", lambda: claimed(tmp_path / "there", "b") and None)
+    with pytest.raises(Superseded):
+        save(first, 1, 1.0)
+    assert not RemoteCheckpoints(URL, tmp_path / "third").list_complete()
+
+
+def test_the_list_of_writers_stays_short(system, tmp_path):
+    for number in range(103):
+        claimed(tmp_path / "here", f"job-{number}")
+    lines = system.cat_file("/bucket/run/checkpoints/writers").decode().splitlines()
+    assert [line.split()[1] for line in lines] == [f"job-{number}" for number in range(3, 103)]
+
+
+def test_a_damaged_checkpoint_is_pruned_when_newer_ones_are_complete(system, tmp_path):
+    store = open_store(tmp_path / "here", keep=2)
+    for step in (1, 2):
+        save(store, step, float(step))
+    store.put_aside(2)
+    left = []
+    for step in (3, 4):
+        save(store, step, float(step))
+        names = system.find("/bucket/run/checkpoints")
+        left.append(sorted({int(name.split("/")[4][5:]) for name in names}))
+    assert left == [[1, 2, 3], [3, 4]]
 
 
 def test_every_fault_and_nothing_is_lost(system, tmp_path):

@@ -70,7 +70,7 @@ def train(material, out, clock, start: StartMode, steps: int = 12):
         train={"steps": steps}, checkpoint={"every": 3}, log={"validate_every": 4, "to": []}
     )
     joining = clock.now + 2
-    joined = JoinTimes(clock.now, joining, joining + 0.125)
+    joined = JoinTimes(clock.now, joining, joining + 0.125, imports=1.5)
     clock.now = joined.joined
     return run.run_training(config, out, SINGLE, Console(quiet=True), start=start, joined=joined)
 
@@ -103,7 +103,8 @@ def test_shares_of_a_run_that_was_killed(material, tmp_path, clock, monkeypatch)
         "saves": 2 * 0.25 + 2 * 0.25,
         "validation": 0.5 + 2 * 0.5,
         "other": (6 + 6) * 0.0625,  # that of step 7 was not a second old, and is lost
-        "start": 2 * (2 + 7),
+        "imports": 2 * 1.5,
+        "start": 2 * (0.5 + 7),
         "rendezvous": 2 * 0.125,
         "restore": 3.0,
         "down": 0.0625 + 0.5 + 10,
