@@ -5,6 +5,7 @@ dolmen launch slurm|kubeflow|skypilot RUN.yaml --nodes N
 A module of its own, as it imports YAML, which `dolmen train --help` does not wait for.
 """
 
+import glob
 import shlex
 import shutil
 import subprocess
@@ -12,11 +13,14 @@ from pathlib import Path
 
 import yaml
 
-from dolmen.core.filesystem import is_url
+from dolmen.core.config import flatten, to_dict
+from dolmen.core.filesystem import is_url, may_be_hub_id
 from dolmen.core.messages import BadInput, as_bad_input, escape
+from dolmen.data.sources import STANDARD_LIBRARY, parse_weight
 from dolmen.files import gate, write
 from dolmen.launch import jobs
 from dolmen.launch.config import KubeflowConfig, SkypilotConfig, SlurmConfig
+from dolmen.recipes import RECIPES
 from dolmen.training.config import RunConfig
 from dolmen.training.request import LaunchOptions, TrainRequest, acting_options, read_run
 
@@ -30,8 +34,15 @@ def run_launch(job: Job) -> int:
     """
     command = jobs.SUBMIT[type(job)]
     with as_bad_input():
+        if job.run in RECIPES and not Path(job.run).exists():
+            raise BadInput(
+                f"{job.run} is a recipe, and a job needs a YAML file with the run's options: give "
+                f"the config.yaml that dolmen train {job.run} writes, or one of your own"
+            )
         run = read_run(Path(job.run))
-        run.layout.resolve(job.nodes * job.nproc_per_node)
+        _check_layout(job, run)
+        if not isinstance(job, SlurmConfig):
+            _check_paths(job, run)
         if job.submit and shutil.which(command[0]) is None:
             raise BadInput(
                 f"--submit needs {command[0]}, which is not installed here: leave --submit out, "
@@ -43,6 +54,47 @@ def run_launch(job: Job) -> int:
         print(f"submit it with {escape(shlex.join((*command, str(file))))}")
         return 0
     return int(subprocess.run([*command, str(file)]).returncode != 0)
+
+
+def _check_layout(job: Job, run: RunConfig) -> None:
+    """Raise ValueError where the layout does not fit the processes of the job."""
+    try:
+        run.layout.resolve(job.nodes * job.nproc_per_node)
+    except ValueError as error:
+        # the layout is in the file: this command has no options for it
+        reason = str(error).replace("--layout.", "layout.")
+        raise ValueError(
+            f"{job.run} with --nodes {job.nodes} and --nproc-per-node {job.nproc_per_node}: "
+            f"{reason}"
+        ) from None
+
+
+PATHS = (
+    *("init", "critic.init", "objective.reference", "ppo.pretraining_path"),
+    *("data.path", "data.validation", "data.tokenizer", "data.template"),
+    *("evaluate.samples", "evaluate.tasks_path"),
+)
+"""Options that may name local files or folders which a run reads."""
+
+
+def _check_paths(job: KubeflowConfig | SkypilotConfig, run: RunConfig) -> None:
+    """Raise ValueError for a relative path in the run, or as --out: nodes of the cluster lack the
+    folder that it is relative to.
+    """
+    options = flatten(to_dict(run))
+    named = {name: options[name] for name in PATHS if options.get(name)} | {"--out": job.out}
+    for name, value in named.items():
+        for entry in [value] if isinstance(value, str) else value or ():
+            path = parse_weight(entry, name)[0]
+            is_local = Path(path).exists() or glob.has_magic(path) or not may_be_hub_id(path)
+            known = (STANDARD_LIBRARY, *(["bpe:"] if name == "data.tokenizer" else []))
+            if is_url(path) or path.startswith(("/", "~", *known)):
+                continue
+            if is_local or name == "--out":
+                raise ValueError(
+                    f"{name} is {entry}, relative to a folder that nodes of the cluster lack: give "
+                    f"a path below --mount ({job.mount}), or a URL"
+                )
 
 
 def _write_job_file(job: Job, run: RunConfig) -> Path:

@@ -309,7 +309,7 @@ def stored_files(entry: str, option: str) -> EntryFiles:
         names = readable_names(meant, named)
         found.skipped["hidden files and files of other kinds"] += len(meant) - len(names)
     indexed = [name for name in names if PurePosixPath(name).suffix in (BIN, IDX)]
-    for file in storage.pull_files(folder, lambda _: indexed) if indexed else ():
+    for file in storage.pull_files(folder, {*indexed}.intersection) if indexed else ():
         found.add(file)
     texts = [name for name in names if name not in indexed]
     found.files += [RemoteFile(f"{folder}/{name}", named[name]) for name in texts]

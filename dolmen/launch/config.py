@@ -72,15 +72,17 @@ class KubeflowConfig(JobConfig):
     """Namespace of the job."""
     runtime: Name = "torch-distributed"
     """ClusterTrainingRuntime that the job refers to."""
-    volume: Name = "shared"
-    """PersistentVolumeClaim (ReadWriteMany) that every pod mounts."""
+    volume: Name | None = None
+    """PersistentVolumeClaim (ReadWriteMany) that every pod mounts. Default: shared, or none if
+    --out is a URL.
+    """
     mount: Name = "/shared"
     """Folder of the pods where the volume is mounted."""
 
     def __post_init__(self):
         """Raise ValueError for a namespace, runtime or volume that is no name in Kubernetes."""
         for name in ("namespace", "runtime", "volume"):
-            if not LABEL.fullmatch(getattr(self, name)):
+            if not LABEL.fullmatch(getattr(self, name) or "none"):
                 raise ValueError(
                     f"--{name} is {getattr(self, name)[:80]!r}: it must consist of at most 63 "
                     "lower-case letters, digits and dashes between them"
@@ -101,8 +103,10 @@ class SkypilotConfig(JobConfig):
     """Volume of SkyPilot (sky volumes ls) that every node mounts."""
     mount: Name = "/shared"
     """Folder of the nodes where the volume is mounted."""
-    setup: Name = "pip install dolmen"
-    """Shell command that installs dolmen on a node."""
+    setup: Name | None = None
+    """Shell command that installs dolmen on a node. Default: pip install dolmen, or 'dolmen[s3]' if
+    the run uses s3://.
+    """
 
     def __post_init__(self):
         """Raise ValueError for a number in `accelerator`, and without a folder that all nodes share

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from dolmen.core.filesystem import is_url
 from dolmen.files import gate
 from dolmen.launch.config import JobConfig, KubeflowConfig, SkypilotConfig, SlurmConfig
 
@@ -60,12 +61,15 @@ def job_file(job: JobConfig, name: str, out: str, text: str, gpus: bool) -> str:
             paths = {"run": shlex.quote(str(Path(job.run).absolute())), "out": shlex.quote(out)}
             return _replace(template, values | paths | {"options": lines})
         case KubeflowConfig():
+            # a run at a URL needs no volume
+            volume = job.volume or (None if is_url(out) else "shared")
             values |= {
                 "namespace": job.namespace,
                 "runtime": job.runtime,
                 "image": job.image,
-                "volume": job.volume,
-                "mount": job.mount,
+                "volume": volume
+                and {"name": "shared", "persistentVolumeClaim": {"claimName": volume}},
+                "mount": volume and {"name": "shared", "mountPath": job.mount},
                 "text": text,
                 "out": out.replace("$", "$$"),  # Kubernetes would replace $(NAME)
                 "grace_text": str(job.grace_seconds),
@@ -76,11 +80,16 @@ def job_file(job: JobConfig, name: str, out: str, text: str, gpus: bool) -> str:
                 "accelerators": f"{job.accelerator}:{job.nproc_per_node}" if gpus else None,
                 "run": str(Path(job.run).absolute()),
                 "volumes": {job.mount: job.volume} if job.volume else None,
-                "setup": job.setup,
+                "setup": job.setup or f"pip install {_package(text, out)}",
                 "out": shlex.quote(out),
             }
     documents = [_fill(document, values) for document in yaml.safe_load_all(template)]
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=100)
+
+
+def _package(text: str, out: str) -> str:
+    """Return what pip installs for a run: dolmen, with s3fs if it uses s3://."""
+    return "'dolmen[s3]'" if "s3://" in text + out else "dolmen"
 
 
 def _replace(text: str, values: Mapping[str, Any]) -> str:
@@ -91,14 +100,15 @@ def _replace(text: str, values: Mapping[str, Any]) -> str:
 def _fill(node: Any, values: Mapping[str, Any]) -> Any:
     """Return a parsed YAML document with each {{name}} in its strings replaced by the value of that
     name. A string that is nothing but {{name}} becomes the value itself, of any type. Fields of a
-    mapping whose value is None are left out.
+    mapping and items of a list whose value is None are left out.
     """
     match node:
         case dict():
             filled = {key: _fill(value, values) for key, value in node.items()}
             return {key: value for key, value in filled.items() if value is not None}
         case list():
-            return [_fill(item, values) for item in node]
+            items = [_fill(item, values) for item in node]
+            return [item for item in items if item is not None]
         case str():
             place = PLACE.fullmatch(node)
             return values[place[1]] if place else _replace(node, values)

@@ -71,9 +71,10 @@ def quickstart() -> RunConfig:
     )
 
 
-def _quickstart_on_this_machine(run: RunConfig) -> RunConfig:
+def _quickstart_on_this_machine(run: RunConfig, is_launched: bool) -> RunConfig:
     """Return the quickstart run adapted to this machine: without data parallelism (dp 1) if it has
-    exactly one GPU; in bfloat16 if it has a GPU or a CPU with fast bfloat16 products.
+    exactly one GPU, with that of its processes if it `is_launched`; in bfloat16 if it has a GPU or
+    a CPU with fast bfloat16 products.
     """
     import torch  # takes a second, which --help and `dolmen recipes` do not wait for
 
@@ -81,10 +82,11 @@ def _quickstart_on_this_machine(run: RunConfig) -> RunConfig:
 
     gpus = torch.cuda.device_count()
     fast = torch.cuda.is_available() or compute.has_fast_bfloat16()
+    # two processes cannot share one GPU over NCCL
+    dp = None if is_launched else 1 if gpus == 1 else run.layout.dp
     return replace(
         run,
-        # two processes cannot share one GPU over NCCL
-        layout=replace(run.layout, dp=1 if gpus == 1 else run.layout.dp),
+        layout=replace(run.layout, dp=dp),
         train=replace(run.train, dtype="bfloat16" if fast else run.train.dtype),
     )
 
@@ -198,8 +200,9 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "qwen3-30b-a3b": qwen3_30b_a3b,
     "bert": bert,
 }
-# Recipe -> its changes for the machine that it is trained on.
-ON_THIS_MACHINE: dict[str, Callable[[RunConfig], RunConfig]] = {
+# Recipe -> its changes for the machine that it is trained on; True: the number of processes is
+# decided already.
+ON_THIS_MACHINE: dict[str, Callable[[RunConfig, bool], RunConfig]] = {
     "quickstart": _quickstart_on_this_machine
 }
 # Recipe with a model -> its changes where --init names another model.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dolmen.core.config import Words, from_dict, from_words, option_types, unflatten
+from dolmen.core.environment import Launch
 from dolmen.core.filesystem import is_absent, is_url
 from dolmen.core.messages import brief, cut, did_you_mean, unknown_options
 from dolmen.families import Family, ModelConfig
@@ -27,17 +28,20 @@ from dolmen.training.request import LaunchOptions, TrainRequest, read_run
 from dolmen.training.spellings import suggestion
 
 
-def load_run(name: str, adapt: bool = True, init: str | None = None) -> RunConfig:
+def load_run(
+    name: str, adapt: bool = True, init: str | None = None, is_launched: bool = False
+) -> RunConfig:
     """Return the configuration of the run `name`: a recipe, or a YAML file or its URL. `adapt`:
     choose layout and dtype for this machine, for recipes that do so. `init`: the model that will
-    replace the recipe's own, for which some recipes have other options; it is not opened. Raises
-    ValueError for an unknown name (with suggestions), a folder, or an invalid file.
+    replace the recipe's own, for which some recipes have other options; it is not opened.
+    `is_launched`: a launcher or --nproc has decided how many processes train. Raises ValueError for
+    an unknown name (with suggestions), a folder, or an invalid file.
     """
     if name in RECIPES:
         run = RECIPES[name]()
         if init is not None and name in WITH_INIT:
             run = WITH_INIT[name](run)
-        return ON_THIS_MACHINE[name](run) if adapt and name in ON_THIS_MACHINE else run
+        return ON_THIS_MACHINE[name](run, is_launched) if adapt and name in ON_THIS_MACHINE else run
     file = Path(name)
     if is_url(name):
         file = storage.pull_file(name) or file
@@ -137,7 +141,8 @@ def build_request(
         run, name = source, None
     elif isinstance(source, (str, os.PathLike)):
         name = os.fspath(source)
-        run = load_run(name, init=overrides.get("init"))
+        is_launched = "nproc" in overrides or Launch.read() is not None
+        run = load_run(name, init=overrides.get("init"), is_launched=is_launched)
     else:
         raise ValueError(
             f"the run is {brief(source)}: it must be the name of a recipe, a YAML file or a "

@@ -28,6 +28,10 @@ def file(tmp_path, monkeypatch):
     """The file of a run, in the working directory."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
+    (tmp_path / "models").mkdir()
+    two = {"data": {"path": ["0.5:texts/*.txt"]}, "layout": {"dp": 2}}
+    (tmp_path / "two.yaml").write_text(yaml.safe_dump(RUN | two))
+    (tmp_path / "init.yaml").write_text(yaml.safe_dump(RUN | {"init": "models"}))
     return tmp_path / "run.yaml"
 
 
@@ -104,6 +108,17 @@ def test_a_task_of_skypilot(file):
     assert f'--rdzv-id="${process.RECOVERED_JOBS["SkyPilot"]}"' in task["run"]
 
 
+def test_a_run_at_a_url_needs_no_volume_and_s3fs(file):
+    """Names of the hub and absolute paths are no relative paths."""
+    file.write_text(yaml.safe_dump(RUN | {"init": "org/model"}))
+    for words, mounted in (((), False), (("--volume", "v"), True)):
+        words = ("--image", "x:1", "--out", "s3://b/run", "--file", f"{mounted}.yaml", *words)
+        job = [*yaml.safe_load_all(launch("kubeflow", "run.yaml", *words))][1]
+        assert ("persistentVolumeClaim" in str(job)) == ("'/shared'" in str(job)) == mounted
+    task = yaml.safe_load(launch("skypilot", "run.yaml", "--out", "s3://b/run"))
+    assert task["setup"] == "pip install 'dolmen[s3]'"
+
+
 @pytest.mark.full
 def test_kubeflow_takes_the_job(file):
     """Its models know every field, and none changes."""
@@ -137,15 +152,27 @@ def test_processes_of_a_cpu_ask_for_no_gpu(file):
     "words, said",
     [
         (("slurm", "none.yaml"), "none.yaml"),
-        (("slurm", "run.yaml", "--nproc-per-node", 3), "layout.tp (2) is not a divisor of the 3"),
+        (
+            ("slurm", "run.yaml", "--nproc-per-node", 3),
+            "run.yaml with --nodes 1 and --nproc-per-node 3: layout.tp (2) is not a divisor of the "
+            "3 processes: set layout.tp 1, or use",
+        ),
+        (("slurm", "two.yaml"), "set layout.tp and layout.dp so that their product is 8"),
+        (("slurm", "quickstart"), "quickstart is a recipe, and a job needs a YAML file"),
+        (
+            ("kubeflow", "two.yaml", "--image", "x", "--nproc-per-node", 2),
+            "data.path is 0.5:texts/*.txt, relative to a folder that nodes of the cluster lack",
+        ),
+        (("skypilot", "init.yaml", "--volume", "v"), "init is models, relative to a folder"),
+        (("kubeflow", "run.yaml", "--image", "x", "--out", "x"), "--out is x, relative to"),
         (("slurm", "run.yaml", "--sbatch", "a=b\n#SBATCH --x"), "write options of sbatch without"),
         (("slurm", "run.yaml", "--sbatch", "--x"), "sbatch"),
         (("slurm", "run.yaml", "--file", "run.yaml"), "--file run.yaml exists: give another name"),
         (("kubeflow", "run.yaml"), "missing --image"),
         (("kubeflow", "run.yaml", "--image", "x", "--volume", "A_b"), "--volume is 'A_b': it must"),
         (("skypilot", "run.yaml"), "nodes of SkyPilot share no folder"),
-        (("skypilot", "run.yaml", "--out", "x", "--accelerator", "H100:4"), "give the type alone"),
-        (("skypilot", "run.yaml", "--out", "x", "--submit"), "--submit needs sky, which is not"),
+        (("skypilot", "run.yaml", "--out", "/x", "--accelerator", "H100:4"), "give the type alone"),
+        (("skypilot", "run.yaml", "--out", "/x", "--submit"), "--submit needs sky, which is not"),
     ],
 )
 def test_what_is_refused_writes_nothing(file, monkeypatch, words, said):
