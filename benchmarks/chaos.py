@@ -284,7 +284,7 @@ def elastic(runs: Runs, given: argparse.Namespace, screen: Console) -> list[Even
                 row = f"{median(seconds):.1f}", f"{max(seconds):.1f}"
                 shown.add_row(kind, str(len(seconds)), *row)
         screen.print(shown)
-        screen.print(divided(events))
+        screen.print(parts_table(events))
         settings = ", ".join(f"{name} {value}" for name, value in RENDEZVOUS.items())
         changes = sum(a.dp != b.dp for a, b in zip(events, events[1:], strict=False))
         restored = cluster.said().count("in memory is newer")
@@ -294,7 +294,7 @@ def elastic(runs: Runs, given: argparse.Namespace, screen: Console) -> list[Even
     return events
 
 
-def divided(events: list[Event]) -> Table:
+def parts_table(events: list[Event]) -> Table:
     """Return a table of how the times divide."""
     shown = Table("", "median s", "worst s", "", title="of these", title_justify="left")
     rows = [(name, what, [event.parts[name] for event in events]) for name, what in PARTS.items()]

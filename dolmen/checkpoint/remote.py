@@ -183,7 +183,7 @@ class RemoteCheckpoints:
         lines = self._read_writers()
         jobs = [line.partition(" ")[2] for line in lines]
         if restarted and job in jobs and jobs[-1] != job:
-            raise self._superseded(jobs[-1])
+            raise self._explain_claim(jobs[-1])
         self._claim = f"{uuid.uuid4().hex} {job}"
         lines = [*lines[1 - MOST_WRITERS :], self._claim]
         self._remote.write(WRITERS, "\n".join(lines).encode())
@@ -200,9 +200,9 @@ class RemoteCheckpoints:
             return
         last = (self._read_writers() or ["", ""])[-1]
         if last != self._claim:
-            raise self._superseded(last.partition(" ")[2])
+            raise self._explain_claim(last.partition(" ")[2])
 
-    def _superseded(self, job: str) -> Superseded:
+    def _explain_claim(self, job: str) -> Superseded:
         """Return the error that names the other run."""
         by = f" ({escape(job[:LONGEST_JOB])})" if job else ""
         return Superseded(
