@@ -679,6 +679,15 @@ def test_quickstart_is_fitted_to_the_machine(monkeypatch, gpus, fast, dp, dtype)
         monkeypatch.setattr(torch.cpu, name, lambda: fast)
     run = parse_run("train", ["quickstart"]).config
     assert (run.layout.dp, run.train.dtype) == (dp, dtype)
+    # another number of processes has been chosen
+    assert parse_run("train", ["quickstart", "--nproc", "4"]).config.layout.dp is None
+    with monkeypatch.context() as patch:
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
+            patch.setenv(name, value)
+        patch.setenv("LOCAL_RANK", "0")
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", "29500")
+        assert parse_run("train", ["quickstart"]).config.layout.dp is None
     shown = dolmen("train", "quickstart", "--help").out
     assert re.search(r"--train.dtype .*\[float32\]", shown)
 
