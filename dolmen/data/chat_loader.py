@@ -303,7 +303,7 @@ def describe_chats(mixture: PackedRows, config: DataConfig) -> list[str]:
 
 def mark_trained(examples: Examples, index: int, tokenizer: PreTrainedTokenizer) -> str:
     """Return the text of example `index` on one line, around its first trained token, with trained
-    parts in »«; at most SHOWN characters.
+    parts in »«; at most SHOWN (600) characters.
     """
     span = examples.span(index)
     ids, trained = examples.tokens[span].tolist(), examples.trained[span] > 0

@@ -177,8 +177,8 @@ class TextLoader(Loader):
         seed = self.cloze.seed
 
         def other(row: int) -> np.ndarray:
-            """Return an unrelated text, for next-sentence prediction: of a sample up to ELSEWHERE
-            later.
+            """Return an unrelated text, for next-sentence prediction: that of a sample up to
+            ELSEWHERE (65,536) samples later.
             """
             away = 1 + seed_of(seed, "other text", first + row) % ELSEWHERE
             return self.mixture.windows(first + row + away, 1)[0]

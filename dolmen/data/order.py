@@ -69,7 +69,9 @@ class Order(Protocol):
         ...
 
     def documents(self, first: int, count: int) -> list[str]:
-        """Describe which documents these samples were cut from, one line each."""
+        """Return a line for each of the samples first .. first + count - 1 that describes which
+        documents it was cut from.
+        """
         ...
 
     def epochs(self, samples: int) -> dict[str, float]:

@@ -173,7 +173,7 @@ def text_documents(file: TextFile, text_field: str) -> Iterator[Iterator[str]]:
     """
 
     def blocks() -> Iterator[str]:
-        """Yield blocks of up to 4 PIECE characters."""
+        """Yield blocks of up to 4 PIECE (262,144) characters."""
         with (
             open_decompressed(file) as stream,
             io.TextIOWrapper(stream, "utf-8", newline="") as lines,

@@ -194,8 +194,8 @@ class RemoteFolder:
     ) -> None:
         """Download an object to the path `file` in blocks, atomically, unless a file of this size
         and time is there. `check(path)` raises ValueError for wrong content: then it is downloaded
-        again, and the error raised after DOWNLOADS times. Processes that want the same file wait
-        for each other.
+        again, and the error raised after DOWNLOADS (3) times. Processes that want the same file
+        wait for each other.
         """
         with lock_file(file):
             if is_copy(file, stored):
@@ -217,7 +217,7 @@ class RemoteFolder:
             part.rename(file)
 
     def _fill(self, name: str, stored: StoredFile, part: Path) -> None:
-        """Download an object into the new file `part`, THREADS blocks at once."""
+        """Download an object into the new file `part`, THREADS (8) blocks at once."""
         with (
             open(os.open(part, write.NEW, 0o666), "wb") as file,
             ThreadPoolExecutor(THREADS) as pool,
@@ -267,9 +267,9 @@ class RemoteFolder:
 
     def _repeat(self, failure: str, work: Callable[[], T], patience: float | None = None) -> T:
         """Return `work()`, called again after each error that may pass, with growing pauses, until
-        `patience` seconds (default: PATIENCE) have passed. Raises StorageError, which names
-        `failure`; and Refused where the content differs DOWNLOADS times from the checksum that the
-        storage has of it.
+        `patience` seconds (default: 600) have passed. Raises StorageError, which names `failure`;
+        and Refused where the content differs DOWNLOADS (3) times from the checksum that the storage
+        has of it.
         """
         end = time.monotonic() + (PATIENCE if patience is None else patience)
         pause, mismatches = FIRST_PAUSE, 0
@@ -342,9 +342,9 @@ def is_copy(file: Path, stored: StoredFile) -> bool:
 
 
 def local_copy(url: str, inside: str | None = None) -> Path:
-    """Return the path of the local copy of a URL, in the folder `inside` (default: COPIES); nothing
-    is downloaded. Raises ValueError for a URL with an empty part or `..`, and for a copy that would
-    lie behind a link.
+    """Return the path of the local copy of a URL, in the folder `inside` (default:
+    ~/.cache/dolmen/storage); nothing is downloaded. Raises ValueError for a URL with an empty part
+    or `..`, and for a copy that would lie behind a link.
     """
     scheme, _, path = url.partition("://")
     parts = path.strip("/").split("/")
@@ -367,7 +367,9 @@ def working_folder(url: str) -> Path:
 
 
 def working_url(folder: Path) -> str | None:
-    """Return the URL whose working folder `folder` is; None for a folder that is not in RUNS."""
+    """Return the URL whose working folder `folder` is; None for a folder that is not in
+    ~/.cache/dolmen/runs.
+    """
     runs = expand(RUNS).absolute()
     if not folder.absolute().is_relative_to(runs):
         return None
@@ -471,7 +473,7 @@ def read_sums(remote: RemoteFolder, files: Mapping[str, StoredFile]) -> dict[str
 
 def _read_listing(remote: RemoteFolder, listing: str, stored: StoredFile) -> dict[str, str]:
     """Return the checksums in one file of checksums (name -> checksum), which is read again where
-    it is damaged. Raises Refused for an unfinished folder, or after DOWNLOADS reads.
+    it is damaged. Raises Refused for an unfinished folder, or after DOWNLOADS (3) reads.
     """
     for _ in range(DOWNLOADS - 1):
         with suppress(gate.Refused):

@@ -196,7 +196,8 @@ def longest_replacement(charsmap: bytes) -> int:
 
 def check_expressions(file: Path, content: dict) -> None:
     """Try the regular expressions of a tokenizer.json in a limited subprocess. Raises Refused if
-    one fails or takes too long or too much memory on TEXTS, or cannot be tried.
+    one fails or takes too long or too much memory on TEXTS (runs of one kind of character), or if
+    they cannot be tried.
     """
     steps = {name: content.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")}
     if not any(True for _ in expressions(steps)):
@@ -222,8 +223,9 @@ def check_expressions(file: Path, content: dict) -> None:
 
 @cache
 def try_expressions(tokenizer: str) -> tuple[int, str]:
-    """Return the exit code and stderr of the subprocess that tries a tokenizer.json on TEXTS.
-    Results are cached by its text, as a start looks at its tokenizer several times.
+    """Return the exit code and stderr of the subprocess that tries a tokenizer.json on TEXTS (runs
+    of one kind of character). Results are cached by its text, as a start looks at its tokenizer
+    several times.
     """
     request = {"tokenizer": json.loads(tokenizer), "texts": TEXTS}
     ended = run_limited(PROBE, request, seconds=SECONDS, memory=MEMORY)

@@ -519,7 +519,9 @@ class TorchFileWriter:
     """
 
     def __init__(self, file: Path, value: Any):
-        """Create the file and write its pickle. Raises FileExistsError."""
+        """Create the file and write the pickle of `value`, which has a `Spec` in place of each
+        tensor. Raises FileExistsError.
+        """
         self.file = file
         self.specs = {n: spec for n, spec in leaves(value) if isinstance(spec, Spec)}
         self.keys = {name: str(i) for i, name in enumerate(self.specs)}

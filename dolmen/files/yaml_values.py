@@ -111,7 +111,7 @@ class _Builder:
 
 def parse_yaml(text: str, depth: int) -> Any:
     """Return the values of a text with at most one document; None if it is empty. Raises
-    ValueError, with the line, for malformed YAML, tags, and more than `depth` levels or MOST
+    ValueError, with the line, for malformed YAML, tags, and more than `depth` levels or MOST (2^20)
     values.
     """
     building, documents = _Builder(depth), 0

@@ -117,7 +117,9 @@ class ObjectiveConfig:
 
     @property
     def rows(self) -> str | None:
-        """The --data.rows that the objective needs; None where several fit."""
+        """Value that --data.rows must have for the objective ("pairs", "completions" or "prompts");
+        None where several fit.
+        """
         if self.name == "dpo" and self.loss_type in get_args(UnpairedKind):
             return "completions"
         return {"tokens": None, "grpo": "prompts", "ppo": "prompts"}.get(self.name, "pairs")

@@ -83,8 +83,8 @@ class FunctionWorker:
         return reply
 
     def start(self) -> None:
-        """Start the process and wait until it has imported the function, START_SECONDS at most.
-        Raises ValueError where that fails.
+        """Start the process and wait until it has imported the function, START_SECONDS (120 s) at
+        most. Raises ValueError where that fails.
         """
         # a descriptor of its own, so that what the function prints is no reply
         ours, theirs = os.pipe()
@@ -210,7 +210,7 @@ def check_signature(name: str, function: Callable[..., Any], kind: str) -> None:
 
 def compute_reward(function: Callable[..., object], request: dict[str, Any]) -> Reply:
     """Call a reward function and return {"reward": float}, or {"failed": reason} for a result that
-    is no number (bool is none) or not below LARGEST.
+    is no number (bool is none) or not below LARGEST (1e15).
     """
     # numpy and torch scalars have __float__
     result = function(request["prompt"], request["completion"], request["row"])

@@ -245,7 +245,7 @@ class RolloutBatches:
     def _length_multiple(self) -> int:
         """Return the number that row lengths are a multiple of: 2 cp tp, so that every layout can
         split them. Routers count padding too, so with experts the padding must not depend on the
-        layout: then it is the same for every 2 cp tp that divides PADDING_MULTIPLE.
+        layout: then it is the same for every 2 cp tp that divides PADDING_MULTIPLE (16).
         """
         multiple = 2 * self.mesh.cp.size * self.mesh.tp.size
         has_experts = self.models.policy.spec.experts

@@ -172,7 +172,7 @@ NEEDS_ANSWER = ("exact", "gsm8k")
 
 def parse_rewards(rewards: Sequence[str]) -> list[tuple[float, str]]:
     """Return (weight, name) of each --reward: WEIGHT:NAME, or NAME with weight 1. Raises ValueError
-    for a weight of 0 or over LARGEST.
+    for a weight of 0 or over LARGEST (1e15).
     """
     weighted = []
     for text in rewards:
@@ -335,7 +335,7 @@ class CombinedReward:
 
     @property
     def models(self) -> list[Decoder]:
-        """The reward models among the parts."""
+        """The models of those parts that are reward models."""
         return [part.scorer.model for part in self.parts if isinstance(part.scorer, RewardModel)]
 
     def __enter__(self) -> "CombinedReward":

@@ -326,7 +326,7 @@ class ServeConfig(Numerics):
 
     @property
     def model_name(self) -> str:
-        """Name of the model in requests."""
+        """Name of the model in requests: --name, or else that of its folder."""
         # resolved, so that "." has a name too
         return self.name or Path(expand(self.folder)).resolve().name
 

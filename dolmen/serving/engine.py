@@ -272,8 +272,8 @@ class Engine:
         self._warned, self._by_length = False, spec.by_length
 
     def __enter__(self) -> "Engine":
-        """Set the model up for inference: no gradients, no compilation, prepacked weights, and the
-        LoRA adapters.
+        """Set the model up for inference (no gradients, no compilation, prepacked weights, LoRA
+        adapters), and return the engine.
         """
         keep = not self.model.training
         self._within.enter_context(data.inference(self.model))
@@ -310,7 +310,7 @@ class Engine:
 
     @property
     def pages(self) -> int:
-        """Number of pages of the KV cache in use."""
+        """Number of pages of the KV cache that sequences have now."""
         return self._runner.cache.table.in_use
 
     @property

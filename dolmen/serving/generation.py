@@ -55,7 +55,7 @@ class Detokenizer:
     """Turns the tokens of one sequence into text as they come, up to the first stop string."""
 
     def __init__(self, tokenizer: PreTrainedTokenizer, stop: Sequence[str] = ()):
-        """`stop`: texts that end the sequence."""
+        """Begin without tokens. `stop`: texts that end the sequence."""
         self.tokenizer, self.stop = tokenizer, stop
         self.tokens: list[int] = []
         self.stopped: str | None = None

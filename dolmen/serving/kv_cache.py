@@ -252,7 +252,9 @@ class KVCache:
     """
 
     def __init__(self, model: ModelSpec, page_size: int = PAGE_SIZE):
-        """Pools are allocated with the first tokens. `page_size`: tokens per page."""
+        """Create an empty cache for the layers of `model`; memory is allocated with the first
+        tokens. `page_size`: tokens per page.
+        """
         self.table, self.streams = BlockTable(page_size), model.streams
         self.by_length = model.by_length
         # all layers have a pool; those of other stages stay empty

@@ -89,8 +89,8 @@ class Meter:
         return time.monotonic() - self._start
 
     def is_due(self) -> bool:
-        """Return whether EVERY seconds have passed since the last plain line; if so, restart that
-        interval.
+        """Return whether EVERY (30) seconds have passed since the last plain line; if so, restart
+        that interval.
         """
         now = time.monotonic()
         if now - self._last_line < EVERY:

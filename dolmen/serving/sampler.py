@@ -108,7 +108,7 @@ class ForwardOutput:
 
     @property
     def labelled(self) -> dict[int, SequenceChunk]:
-        """Chunks of the sequences that need log-probabilities of their prompt."""
+        """Sequence -> chunk, of the sequences that need log-probabilities of their prompt."""
         return {key: chunk for key, chunk in self.chunks.items() if chunk.labels}
 
     @property
@@ -150,7 +150,7 @@ class ForwardOutput:
 
 
 def _parse_token(numbers: Sequence[float], group: SequenceGroup) -> SampledToken:
-    """Parse a row of numbers (the columns TOKEN, CLOSE, FINITE, then log-probabilities) to a
+    """Parse a row of numbers (token id, near tie, finite logits, then log-probabilities) to a
     sampled token; its log-probability is None if not requested.
     """
     with_logprobs = group.request.logprobs is not None

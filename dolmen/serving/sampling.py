@@ -172,22 +172,23 @@ def _filters(params: SamplingParams) -> list[Filter]:
 
 
 def _near_top_k(edge: Edge) -> Bool[Tensor, " rows"]:
-    """Return the rows in which the largest filtered logit is within CLOSE of the smallest
+    """Return the rows in which the largest filtered logit is within CLOSE (1e-4) of the smallest
     kept one.
     """
     return edge.inside - edge.outside < CLOSE
 
 
 def _near_top_p(edge: Edge, p: float) -> Bool[Tensor, " rows"]:
-    """Return the rows in which the kept probability mass, with or without the least likely kept
-    token, is within CLOSE of p, or the edge is a near tie (`_near_top_k`).
+    """Return the rows in which a nearly equal logit could change what top-p keeps: the kept
+    probability, with or without the least likely kept token, is within CLOSE (1e-4) of p, or the
+    largest filtered logit is within CLOSE of the smallest kept one.
     """
     fewer, more = p - (edge.mass - edge.least) < CLOSE, edge.mass - p < CLOSE
     return fewer | more | _near_top_k(edge)
 
 
 def _near_min_p(edge: Edge, p: float) -> Bool[Tensor, " rows"]:
-    """Return the rows in which the edge lies within CLOSE of the threshold (highest logit +
+    """Return the rows in which the edge lies within CLOSE (1e-4) of the threshold (highest logit +
     log p).
     """
     at = edge.highest + math.log(p)
@@ -195,8 +196,8 @@ def _near_min_p(edge: Edge, p: float) -> Bool[Tensor, " rows"]:
 
 
 def _uncertainty(before: Scores, after: Scores, filter_: Filter) -> Float[Tensor, " rows"]:
-    """Bound, for each row, by how much cumulative probabilities may move if a token CLOSE to the
-    edge of the filter is kept instead of filtered out, or the reverse; 0 where none is close.
+    """Bound, for each row, by how much cumulative probabilities may move if a token CLOSE (1e-4) to
+    the edge of the filter is kept instead of filtered out, or the reverse; 0 where none is close.
     `before` and `after`: logits before and after the filter.
     """
     candidates = after > -math.inf
@@ -271,8 +272,8 @@ def select_tokens(
     0, else one sampled with the row's uniform number, after temperature, top-k, top-p and min-p.
     `proposal`: drafts that a draft model sampled, which are verified in their rows.
 
-    Returns the tokens, the rows that are near ties (logits that differ by CLOSE may give another
-    token), and the logits with warpers applied, up to a constant per row.
+    Returns the tokens, the rows that are near ties (logits that differ by CLOSE (1e-4) may give
+    another token), and the logits with warpers applied, up to a constant per row.
     """
     if params.temperature == 0:
         return *greedy(scores), scores
@@ -331,7 +332,7 @@ def greedy(
     scores: Float[Tensor, "rows vocabulary"],
 ) -> tuple[Int64[Tensor, " rows"], Bool[Tensor, " rows"]]:
     """Select the most likely token of each row, the first of equal ones. Also returns the rows in
-    which the second largest logit is within CLOSE.
+    which the second largest logit is within CLOSE (1e-4).
     """
     if scores.shape[-1] == 1:
         return scores.argmax(-1), torch.zeros_like(scores[:, 0], dtype=torch.bool)

@@ -299,6 +299,7 @@ class Scheduler:
         """
 
         def matches(group: SequenceGroup) -> bool:
+            """Return whether a group is to be removed."""
             return group.number == number and (sample is None or list(group.samples) == [sample])
 
         waiting = [group for group in self.waiting if matches(group)]

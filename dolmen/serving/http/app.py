@@ -57,8 +57,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Read and return the body of a request. Raises ApiError if it has more than `max_bytes` (413),
-    does not arrive within BODY_TIME seconds (408), or the client disconnects.
+    """Read and return the body of a request. Raises ApiError with status 413 if it has more than
+    `max_bytes`, with 408 if it does not arrive within BODY_TIME (30 s), and if the client
+    disconnects.
     """
     length = request.headers.get("content-length", "0")
     large = ApiError(

@@ -122,7 +122,7 @@ class EngineLoop:
 
     def _take_changes(self) -> StepChanges:
         """Return and clear the changes since the last call. While the engine is idle, waits for
-        some, at most MAX_SLEEP seconds (then returns none).
+        some, at most MAX_SLEEP (1 s); without any by then the changes are empty.
         """
         with self._condition:
             # never waits while sequences run: then changes are only picked up

@@ -106,7 +106,7 @@ class TokenTexts:
         self.vocabulary = {number: token for token, number in tokenizer.get_vocab().items()}
 
     def token_logprob(self, token: int, logprob: float) -> TokenLogprob:
-        """Return a token's text with its log-probability, at least LOWEST_LOGPROB."""
+        """Return a token's text with its log-probability, at least LOWEST_LOGPROB (-9999)."""
         text = self.text(token)
         # byte tokens decode to U+FFFD alone
         part = bytes_of(self.vocabulary.get(token, text)) if UNFINISHED in text else None

@@ -139,20 +139,18 @@ class LimitedConnection(H11Protocol):
             self.read_timer = self.loop.call_later(self.read_time, self._abort)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close an idle connection, and abort it ERROR_TIME seconds later."""
+        """Close an idle connection, and abort it ERROR_TIME (1 s) later."""
         super().timeout_keep_alive_handler()
         self.loop.call_later(ERROR_TIME, self._abort)
 
     def shutdown(self) -> None:
-        """Close the connection as the server stops, and abort it ERROR_TIME seconds later."""
+        """Close the connection as the server stops, and abort it ERROR_TIME (1 s) later."""
         super().shutdown()
         if self.transport.is_closing():
             self.loop.call_later(ERROR_TIME, self._abort)
 
     def _close(self) -> None:
-        """Close the connection, and abort it ERROR_TIME seconds later if the client does not
-        read.
-        """
+        """Close the connection, and abort it ERROR_TIME (1 s) later if the client does not read."""
         self.transport.close()
         self.loop.call_later(ERROR_TIME, self._abort)
 
@@ -196,7 +194,8 @@ def check(config: ServeConfig, source: ModelSource, tokenizer: PreTrainedTokeniz
 
 def resolve_key(config: ServeConfig) -> str:
     """Return the API key: --key, that of --key-file, or a new random one of 32 characters. Raises
-    ValueError for a file whose key `check_key` refuses.
+    ValueError for a file whose key has fewer than 8 characters, spaces or characters outside
+    printable ASCII.
     """
     if config.key_file is not None:
         key = gate.read_text(expand(config.key_file), MAX_KEY_BYTES).strip()
@@ -384,7 +383,7 @@ class HttpThread:
             self._fail(stopping)
 
     def _fail(self, problem: ApiError) -> None:
-        """End all responses with this error, and abort connections ERROR_TIME seconds later."""
+        """End all responses with this error, and abort connections ERROR_TIME (1 s) later."""
         self.sessions.fail(problem)
         for connection in list(self.server.server_state.connections):
             self.events.call_later(ERROR_TIME, connection.transport.abort)

@@ -63,8 +63,8 @@ class Session:
 
     def fail(self, problem: ApiError) -> None:
         """End the session with an error in place of the next delta. The connection is aborted
-        ERROR_TIME seconds later, unless the session is closed: a client that does not read would
-        keep its place in the queue.
+        ERROR_TIME (1 s) later, unless the session is closed: a client that does not read would keep
+        its place in the queue.
         """
         self._queue.put_nowait(problem)
         if self._aborting is None:
