@@ -54,7 +54,10 @@ class InOrder:
         boundary: int | None,
         cloze: Cloze | None = None,
     ):
-        """`cloze`: masking for a masked LM, which predicts the masked tokens only."""
+        """`parts`: validation splits, read one after the other. `sequence_length`: predictions of a
+        window. `boundary`: id of the token that attention does not look past; None: it sees its
+        whole window. `cloze`: masking for a masked LM, which predicts the masked tokens only.
+        """
         self.parts, self.sequence_length, self.boundary = parts, sequence_length, boundary
         self.cloze = cloze
 

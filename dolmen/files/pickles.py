@@ -65,7 +65,9 @@ class RestrictedUnpickler(pickle.Unpickler):
     """
 
     def __init__(self, content: bytes, find: Find, resolve: Callable[[Any], Any] | None):
-        """`resolve`: returns the value of a persistent id; None: they are errors."""
+        """`content`: the pickle. `find`: (module, name) -> stand-in, or None for a name that is not
+        allowed. `resolve`: returns the value of a persistent id; None: they are errors.
+        """
         super().__init__(io.BytesIO(content), encoding="latin1")  # of Python 2, as torch takes it
         self.find, self.resolve = find, resolve
 

@@ -255,8 +255,9 @@ class RemoteFolder:
 
     @contextmanager
     def _atomic_path(self, name: str) -> Iterator[str]:
-        """Context manager: the path to write to so that the object appears whole. An object of a
-        store does so by itself; a local file is renamed.
+        """Context manager: yield the path to write an object to so that it appears whole. In a
+        store this is its own path; on a local file system it is NAME.part, which is renamed at the
+        end.
         """
         path = self._path(name)
         if not self._is_local:

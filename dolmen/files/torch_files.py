@@ -332,8 +332,8 @@ def tensors(value: Any, file: Path) -> dict[str, Stored]:
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """Return the tensors of a file of torch.save, in the order in which it names them. Raises
-    Refused.
+    """Return name -> where it lies (offset, shape, dtype) of each tensor of a file of torch.save,
+    in the order in which it names them. Raises Refused.
     """
     return tensors(load(file), file)
 

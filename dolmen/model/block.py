@@ -280,8 +280,8 @@ def attention_kinds(model: spec.ModelSpec) -> list[Attend]:
 
 
 def check_supported(model: spec.ModelSpec) -> None:
-    """Raise ValueError if the model has an arrangement its mixer or mlp does not fit, or a field
-    in ONLY with another value than the one listed there.
+    """Raise ValueError if the model has an arrangement that its mixer or mlp does not fit, or a
+    component with a field value that no module computes.
     """
     for block in model.blocks:
         _check_arrangement(block)

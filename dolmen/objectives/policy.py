@@ -44,7 +44,7 @@ def ppo_loss(
     compute_policy_loss_vanilla (loss_agg_mode token-mean, seq-mean-token-mean; it cuts new - old at
     20, which is not done here), TRL's PPOTrainer (tokens alone, no dual clip). Rows without a valid
     token are left out of the mean, as in verl's agg_loss and OpenRLHF; with empty="counted" they
-    count. The `entropy` bonus is that of `grpo_loss`, whether the ratio is clipped or not.
+    count. entropy_coef times `entropy` is subtracted, whether the ratio is clipped or not.
 
     Metrics: the shares of tokens that are clipped and dual-clipped, the mean ratio, and estimates
     of KL(old || new) by k1, as verl's ppo_kl, and by k3. Raises ValueError for a `dual_clip` of 1
@@ -108,8 +108,9 @@ def grpo_loss(
     4; entropy_coeff in TRL and verl).
 
     `reference` may be None where beta is 0. Rows without a valid token count in means over rows, as
-    in TRL; empty="left-out" is verl's choice. Metrics: those of `ppo_loss`, and the mean k3 from
-    the reference. Raises ValueError for an unknown kind or level.
+    in TRL; empty="left-out" is verl's choice. Metrics: the share of clipped tokens, the mean ratio,
+    k1 and k3 of KL(old || new), and the mean k3 from the reference. Raises ValueError for an
+    unknown kind or level.
     """
     if beta and reference is None:
         raise ValueError(

@@ -243,8 +243,8 @@ def simpo(
 
     from log-probabilities summed over completions of these `lengths` in tokens. TRL's CPOTrainer
     (`loss_type` simpo, `simpo_gamma`; gamma there is divided by beta and multiplied again); not in
-    OpenRLHF. Metrics: pairs.METRICS of the rewards (beta times the means per token), and the mean
-    rewards. Raises ValueError for hyperparameters out of range.
+    OpenRLHF. Metrics: accuracy and margin of the rewards (beta times the means per token), and the
+    mean rewards. Raises ValueError for hyperparameters out of range.
     """
     check_dpo(beta, "simpo", label_smoothing)
     c, r = (
@@ -268,7 +268,8 @@ def orpo(
         -c - beta log sigmoid(log odds(c) - log odds(r)),    log odds(x) = x - log(1 - exp(x))
 
     TRL's ORPOTrainer has the same odds; its -c is a mean over all tokens of all chosen texts,
-    prompts included, where the paper's and ours is over the completion. Metrics as of `simpo`.
+    prompts included, where the paper's and ours is over the completion. Metrics: accuracy and
+    margin of the rewards beta c and beta r, and the mean rewards.
     """
     check_dpo(beta, "orpo", 0.0)
     c, r = (
@@ -418,8 +419,8 @@ def dpo(
     times -log p(chosen) / |chosen|, which needs `lengths` too. TRL (`rpo_alpha`) takes the mean
     over all tokens of the batch instead of over pairs.
 
-    Metrics: pairs.METRICS of the rewards beta c and beta r, and the mean rewards. Raises ValueError
-    for hyperparameters out of range and for missing `lengths`.
+    Metrics: accuracy and margin of the rewards beta c and beta r, and the mean rewards. Raises
+    ValueError for hyperparameters out of range and for missing `lengths`.
     """
     chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
     check_dpo(beta, kind, label_smoothing, rpo_alpha)

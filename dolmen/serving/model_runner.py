@@ -196,8 +196,8 @@ def _label_logprobs(
     labels: Int64[Tensor, " labels"],
     top: int,
 ) -> Float[Tensor, "labels numbers"]:
-    """Return for each label a row of `sampling.log_probabilities` (its own and the `top` most
-    likely), computing at most MAX_LOGITS (2^22) logits at a time.
+    """Return for each label its log-probability, then those of the `top` most likely tokens in its
+    place and the ids of these, computing at most MAX_LOGITS (2^22) logits at a time.
     """
     # 128,000 tokens of vocabulary: 32 labels at a time
     rows = max(1, MAX_LOGITS // model.spec.vocab_size)

@@ -83,8 +83,9 @@ class ForwardOutput:
 
     @cached_property
     def draws(self) -> list[Draw]:
-        """One entry per token to be sampled. A group that has not forked yet has one per sample,
-        one with drafts one for each of them and one more; max_new_tokens 0 has none.
+        """One entry per token to be sampled: per sequence whose next token is wanted one; per
+        sample for a prompt that has just been read; with n drafts n + 1 per sequence; none for
+        max_new_tokens 0.
         """
         out, row = [], 0
         for key, group in self.sampled:

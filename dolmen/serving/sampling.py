@@ -188,8 +188,8 @@ def _near_top_p(edge: Edge, p: float) -> Bool[Tensor, " rows"]:
 
 
 def _near_min_p(edge: Edge, p: float) -> Bool[Tensor, " rows"]:
-    """Return the rows in which the edge lies within CLOSE (1e-4) of the threshold (highest logit +
-    log p).
+    """Return the rows in which the smallest kept or the largest filtered logit is within CLOSE
+    (1e-4) of min-p's threshold (highest logit + log p).
     """
     at = edge.highest + math.log(p)
     return (edge.inside - at < CLOSE) | (at - edge.outside < CLOSE)

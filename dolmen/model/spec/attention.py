@@ -130,8 +130,8 @@ class AttentionSpec:
         return params
 
     def _norm_params(self, norm: NormSpec, of_q: ShardSpec, of_kv: ShardSpec) -> ParamSpecs:
-        """Return the parameters of the q and k norms. A norm over the whole width ("width")
-        requires that tp divides the kv heads, as its mean counts each head once.
+        """Return the specs of the parameters of the q and k norms, by name. A norm over the whole
+        width ("width") requires that tp divides the kv heads, as its mean counts each head once.
         """
         if self.qk_norm_of == "heads":
             params = norm.params(self.head_size, gradient="branch")

@@ -51,7 +51,9 @@ class ApiError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Additional headers of the response; OpenAI's client obeys `x-should-retry`."""
+        """Additional headers of the response: www-authenticate for status 401, retry-after for 429,
+        and x-should-retry, which OpenAI's client obeys, if `retry` was given.
+        """
         headers = {}
         if self.status == HTTPStatus.UNAUTHORIZED:
             headers["www-authenticate"] = "Bearer"
