@@ -22,14 +22,14 @@ def house_style() -> str:
     return gate.read_text(STYLE, gate.MIB)
 
 
-def fill(frame: Path, own_style: str = "", **parts: str) -> str:
+def fill(frame: Path, page_style: str = "", **parts: str) -> str:
     """Return an HTML page: the text of the template file `frame`, with $NAME replaced by the HTML
-    parts[NAME], $style by the shared CSS followed by `own_style`, and $version by dolmen's version.
+    parts[NAME], $style by the shared CSS followed by `page_style`, and $version by that of dolmen.
     Raises KeyError for a $NAME without a part.
     """
     # $names: CSS is full of braces
     template = Template(gate.read_text(frame, gate.MIB))
-    return template.substitute(style=house_style() + own_style, version=__version__, **parts)
+    return template.substitute(style=house_style() + page_style, version=__version__, **parts)
 
 
 def figure(name: str | int, content: object, caption: str) -> str:

@@ -334,8 +334,8 @@ Through = Callable[[Iterable[Batch]], Iterable[Batch]]
 class Validator:
     """Validates a run: loss, metrics, losses per source, calibration.
 
-    `last` is the result of the last validation, `kept` that of the last one with a finite loss,
-    which checkpoints store. Both carry the losses per source from before the first step.
+    `last` is the result of the last validation, `last_finite` that of the last one with a finite
+    loss, which checkpoints store. Both carry the losses per source from before the first step.
     """
 
     def __init__(self, run: RunConfig, loader: Loader, mesh: Mesh, out: Path, watch: Watch):
@@ -343,19 +343,19 @@ class Validator:
         self.run, self.loader, self.mesh, self.out = run, loader, mesh, out
         self.watch = watch
         self.last: Validation | None = None
-        self.kept: Validation | None = None
+        self.last_finite: Validation | None = None
 
     def begin(self, saved: Validation | None) -> None:
         """Take the validation stored in the checkpoint that the run resumes from (None: none) as
         the last one.
         """
-        self.last = self.kept = saved
+        self.last = self.last_finite = saved
 
     def measure(self, state: TrainState) -> tuple[dict[str, Any], list[str]]:
         """Validate the model. Return a row of metrics.jsonl and the lines of text to print: total,
         then one per source. Every rank calls it.
 
-        Side effects: sets `last`, and `kept` if the loss is finite; a reward model's
+        Side effects: sets `last`, and `last_finite` if the loss is finite; a reward model's
         calibration.png is written. Metrics that mean nothing yet (before the first update) are left
         out, and bits per byte are known only where the whole validation split was read.
         """
@@ -389,7 +389,7 @@ class Validator:
             per_source.before,
         )
         if math.isfinite(loss):
-            self.kept = self.last
+            self.last_finite = self.last
         row = {
             "step": state.step,
             "val_loss": loss,

@@ -209,13 +209,13 @@ def require_own_files(out: Path) -> list[tuple[str, str]]:
     return ours
 
 
-def check_names_free(out: Path, *some: str) -> None:
+def check_names_free(out: Path, *optional: str) -> None:
     """Raise Unusable if an entry of the run's folder that dolmen did not write has a name that the
-    run will write: one that every run writes, or one of the optional names in `some`. The tokenizer
-    of a run without a list of files is exempt, as the same one is written again.
+    run will write: one that every run writes, or one of `optional`. The tokenizer of a run without
+    a list of files is exempt, as the same one is written again.
     """
-    names = {*WRITTEN, *some}
-    forms = [form for name, form in FORMS.items() if name not in OPTIONAL or name in some]
+    names = {*WRITTEN, *optional}
+    forms = [form for name, form in FORMS.items() if name not in OPTIONAL or name in optional]
     again = _read_list(out) is None and is_run(out / "config.yaml")
     taken = [
         path

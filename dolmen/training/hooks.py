@@ -355,7 +355,7 @@ class TrainingHooks:
             data=self.loader.fingerprint(),
             loss_scale=(state.scale.value, state.scale.good_steps),
             norms=tuple(state.spike.state()),
-            validation=self.validator.kept,
+            validation=self.validator.last_finite,
             critic=None if state.critic is None else state.critic.save(),
         )
 

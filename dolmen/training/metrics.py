@@ -76,7 +76,7 @@ class MetricsFile:
         0; a file that is damaged before its last line is first copied to metrics.damaged.jsonl.
         """
         rows = read_metrics(file)
-        kept_rows = [row for row in rows if row["step"] <= step] if step else []
+        earlier = [row for row in rows if row["step"] <= step] if step else []
         self.reached = max((row["step"] for row in rows), default=step)
         """The last step that had been reported before."""
         # one line more than rows: the last one was cut by a crash, and has nothing after it to keep
@@ -84,7 +84,7 @@ class MetricsFile:
             damaged_copy = folders.free(file.with_suffix(".damaged.jsonl"))
             with open(file, "rb") as old, open(damaged_copy, "xb") as copy:
                 shutil.copyfileobj(old, copy)
-        write.replace(file, "".join(json.dumps(row) + "\n" for row in kept_rows))
+        write.replace(file, "".join(json.dumps(row) + "\n" for row in earlier))
         self.handle = write.append(file)
 
     def write(self, row: dict) -> None:
@@ -322,7 +322,28 @@ class Logger(Protocol):
         ...
 
 
-class WandB:
+class _TableTracker:
+    """Writes metrics, and tables of completions, through a run of W&B or trackio, which are alike
+    in this. `run`: has their function `log`; `table`: makes a table of them.
+    """
+
+    run: Any
+    table: Callable[..., Any]
+
+    def write(self, row: Mapping[str, float]) -> None:
+        """Log the metrics of a row of metrics.jsonl at the row's step."""
+        self.run.log(_numbers(row), step=int(row["step"]))
+
+    def write_completions(self, rows: Completions) -> None:
+        """Log the sampled completions of each rollout iteration as a table, at the step of its
+        first update.
+        """
+        for step, data in _tables(rows):
+            table = self.table(columns=list(COLUMNS), data=data)
+            self.run.log({"completions": table}, step=step)
+
+
+class WandB(_TableTracker):
     """Weights & Biases. Its steps can only rise, so rows of repeated steps are ignored by it and
     the old ones stay. Without a key the run is recorded offline, and `notice` explains how to
     upload it.
@@ -332,6 +353,7 @@ class WandB:
         """Start the run in Weights & Biases, or resume it; offline if there is no API key."""
         import wandb
 
+        self.table = wandb.Table
         settings = wandb.setup().settings
         # the user has set WANDB_MODE: no login is tried
         chosen = settings.mode != "online"  # which it is by itself
@@ -355,24 +377,12 @@ class WandB:
             )
         )
 
-    def write(self, row: Mapping[str, float]) -> None:
-        """Log the metrics of a row at the row's step."""
-        self.run.log(_numbers(row), step=int(row["step"]))
-
-    def write_completions(self, rows: Completions) -> None:
-        """Log the completions of each iteration as a table at its first update."""
-        import wandb
-
-        for step, data in _tables(rows):
-            table = wandb.Table(columns=list(COLUMNS), data=data)
-            self.run.log({"completions": table}, step=step)
-
     def close(self) -> None:
         """Upload what is pending, and end the run in W&B."""
         self.run.finish()
 
 
-class Trackio:
+class Trackio(_TableTracker):
     """trackio. Rows of repeated steps are added to those that it has: it keeps both."""
 
     notice = ""
@@ -381,6 +391,7 @@ class Trackio:
         """Start the run in trackio, or resume it."""
         import trackio
 
+        self.table = trackio.Table
         self.run = trackio.init(
             project=PROJECT,
             # trackio identifies runs by name, so the name has to be unique
@@ -391,18 +402,6 @@ class Trackio:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-
-    def write(self, row: Mapping[str, float]) -> None:
-        """Log the metrics of a row at the row's step."""
-        self.run.log(_numbers(row), step=int(row["step"]))
-
-    def write_completions(self, rows: Completions) -> None:
-        """Log the completions of each iteration as a table at its first update."""
-        import trackio
-
-        for step, data in _tables(rows):
-            table = trackio.Table(columns=list(COLUMNS), data=data)
-            self.run.log({"completions": table}, step=step)
 
     def close(self) -> None:
         """End the run in trackio."""

@@ -158,14 +158,14 @@ def restore(
     try:
         _initialize_state(optimizer)
         tensors, local_numbers = _checkpoint_state(module, optimizer)
-        stored_kinds, own_kinds = (
+        stored_kinds, kinds = (
             {_kind(n) for n in names} for names in (stored_state, {*tensors, *local_numbers})
         )
-        if stored_state and stored_kinds != own_kinds - {_kind(MODEL)}:
-            message = f"{type(optimizer).__name__} keeps {sorted(own_kinds - {_kind(MODEL)})}"
+        if stored_state and stored_kinds != (expected := kinds - {_kind(MODEL)}):
             raise ValueError(
                 f"{store.path(newest)} was saved with an optimizer that keeps "
-                f"{sorted(stored_kinds)}, and {message}: use the same one"
+                f"{sorted(stored_kinds)}, and {type(optimizer).__name__} keeps {sorted(expected)}: "
+                "use the same one"
             )
         # a parameter that no gradient has reached yet has no state
         store.load(newest, {n: t for n, t in tensors.items() if n in stored or n.startswith(MODEL)})

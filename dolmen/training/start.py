@@ -46,13 +46,7 @@ from dolmen.data.sources import resolve_sources
 from dolmen.files import gate
 from dolmen.optim import optimizer as optim
 from dolmen.training import mirror
-from dolmen.training.checks.folder import (
-    check_overwrite,
-    check_resume,
-    check_same_limit,
-    check_same_model,
-    check_same_optimizer,
-)
+from dolmen.training.checks.folder import check_overwrite, check_resume, check_same_run
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import OWNER, Unusable
 from dolmen.training.request import TrainRequest
@@ -154,9 +148,7 @@ def _load(
         return saved_state.read_saved(checkpoints.meta(step), checkpoints.path(step))
 
     saved = checkpoints.together(step, read)[0]
-    check_same_model(saved.run, run, step)
-    check_same_optimizer(saved.run, run, step)
-    check_same_limit(saved.run, run, step)
+    check_same_run(saved.run, run, step)
     if (saved.critic is None) != (state.critic is None):
         holds = "no critic" if saved.critic is None else "a critic"
         raise ValueError(

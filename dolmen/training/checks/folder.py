@@ -89,9 +89,7 @@ def check_resume(run: RunConfig, out: Path) -> None:
         checkpoint_state = saved_state.read_saved(reader.state, saved.path(step))
     except Damaged as error:
         raise saved.damage_error(step, error) from None
-    check_same_model(checkpoint_state.run, run, step)
-    check_same_optimizer(checkpoint_state.run, run, step)
-    check_same_limit(checkpoint_state.run, run, step)
+    check_same_run(checkpoint_state.run, run, step)
     if run.train.steps is not None and step > run.train.steps:
         raise folder.Unusable(
             f"the checkpoint is at step {step}, but --train.steps is {run.train.steps}: use a "
@@ -104,6 +102,16 @@ def check_resume(run: RunConfig, out: Path) -> None:
             f"{run.train.tokens:,g}: use a larger --train.tokens, or export the checkpoint "
             f"(dolmen export {out} --to model/)"
         )
+
+
+def check_same_run(saved: dict, run: RunConfig, step: int) -> None:
+    """Raise Unusable, naming what differs, if `run` cannot continue the run whose options were
+    `saved` in the checkpoint of `step`, as model, kind of optimizer or the limit of exact numerics
+    is another.
+    """
+    check_same_model(saved, run, step)
+    check_same_optimizer(saved, run, step)
+    check_same_limit(saved, run, step)
 
 
 def check_same_model(saved: dict, run: RunConfig, step: int) -> None:
