@@ -5,6 +5,7 @@ distribution where they were sampled, and a cache that has forgotten what was re
 import math
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,12 +13,17 @@ from asked import LONG, run, several, tokens
 from decoders import DECODERS, MOST, PROMPTS, VOCABULARY, decoder
 from tiny_models import Flat, build, initialize, tiny
 
+from dolmen.cli import generation
+from dolmen.core import device as devices
 from dolmen.core.mesh import SINGLE
+from dolmen.core.messages import BadInput
 from dolmen.model import head
+from dolmen.model.layout import Layout
 from dolmen.serving import sampling
 from dolmen.serving.config import SpeculativeConfig
 from dolmen.serving.engine import DraftModel, Engine, NgramProposer
 from dolmen.serving.kv_cache import KVCache
+from dolmen.serving.processes import Resolved
 from dolmen.serving.request import Limits, Request, SamplingParams
 from dolmen.serving.scheduler import Draft, Scheduler
 from dolmen.serving.speculation import check_draft
@@ -387,3 +393,13 @@ def test_a_draft_model_has_the_same_vocabulary_and_is_causal():
         check_draft(small_model(0).spec, spec)
     with pytest.raises(ValueError, match="bidirectional mask or prefix"):
         check_draft(tiny("bert", vocab_size=VOCABULARY).spec, spec)
+
+
+def test_the_first_model_is_compared_with_its_draft():
+    model, draft = (
+        SimpleNamespace(spec=spec) for spec in (DECODERS["grouped"].spec, small_model(0).spec)
+    )
+    opened = Resolved("generate", ("model", "draft"), (model, draft), Layout(), devices.CPU)
+    assert opened.source is model
+    with pytest.raises(BadInput, match="vocab_size is 3, but the model's is 71"):
+        generation._check_draft(opened)
