@@ -6,8 +6,11 @@ import errno
 import json
 import os
 import signal
+import sys
 import threading
 from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tinyrun
@@ -19,8 +22,10 @@ import dolmen
 from dolmen.checkpoint.folders import Damaged
 from dolmen.checkpoint.store import NotSaved
 from dolmen.core.determinism import NotDeterministic
+from dolmen.core.environment import Launch
 from dolmen.core.messages import BadInput, Failed
 from dolmen.files.storage import StorageError
+from dolmen.training import ray_train
 from dolmen.training import worker as workers
 from dolmen.training.checks.run import usable_processes
 from dolmen.training.folder import Unusable
@@ -157,3 +162,33 @@ def test_what_is_no_bug_is_told_without_a_traceback(error, raised, final, tmp_pa
         raise error
     assert type(caught.value) is raised and getattr(caught.value, "final", None) is final
     assert error.args[-1] in str(caught.value)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_worker_of_ray_reports_every_20th_step_and_validations(first, tmp_path, monkeypatch):
+    """Rank 0 reports each checkpoint once. `ray.train` is a stand-in; Ray itself: tests/cli."""
+    reported, saved = [], {}
+
+    def report(row, checkpoint=None):
+        pointer = checkpoint and json.loads((Path(checkpoint) / ray_train.POINTER).read_text())
+        reported.append((row["step"], pointer and pointer["step"]))
+
+    train = SimpleNamespace(report=report, Checkpoint=SimpleNamespace(from_directory=str))
+    monkeypatch.setitem(sys.modules, "ray.train", train)
+    monkeypatch.setattr(ray_train.folders, "list_checkpoints", lambda _: saved)
+    reporter = ray_train._Reporter(tmp_path, first)
+    for step in range(1, 61):
+        if step % 15 == 0:
+            saved[step] = "a folder"
+        reporter.report({"step": step} | ({"val_loss": 1.0} if step == 41 else {}))
+    newest = [15, 30, None, 60] if first else [None] * 4
+    assert reported == list(zip([20, 40, 41, 60], newest, strict=True))
+
+
+@pytest.mark.parametrize("started", [None, Launch(0, 1, 0, 1)])
+def test_a_run_of_ray_that_was_stopped_has_failed(started, monkeypatch):
+    monkeypatch.setattr(workers.process, "read_launch", lambda: started)
+    monkeypatch.setattr(workers, "join", lambda *_, **__: SimpleNamespace(signal=15))
+    with pytest.raises(Failed, match="did not finish") as caught:
+        workers._join_and_finish(None, print)
+    assert caught.value.final
