@@ -62,12 +62,11 @@ def rules(spec: ModelSpec) -> list[Rule]:
     """Return the weight rules of BLOOM: q, k, v of each head fused."""
     layer, ours = "transformer.h.{}.", "layers.{}."
     heads = common.attention(spec).heads
-    qkv = tuple(f"{ours}attn.{part}" for part in "qkv")
     return [
         Rename("transformer.word_embeddings", "embed"),
         Rename("transformer.word_embeddings_layernorm", "embed_norm"),
         Rename(layer + "input_layernorm", ours + "attn_norm"),
-        Split(layer + "self_attention.query_key_value", qkv, heads, (1, 1, 1)),
+        Split(layer + "self_attention.query_key_value", common.QKV, heads, (1, 1, 1)),
         Rename(layer + "self_attention.dense", ours + "attn.o"),
         Rename(layer + "post_attention_layernorm", ours + "mlp_norm"),
         Rename(layer + "mlp.dense_h_to_4h", ours + "mlp.up"),

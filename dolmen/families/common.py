@@ -82,6 +82,14 @@ def pattern_windows(config: dict[str, Any]) -> list[int | None]:
     return typed_windows(config, [SLIDING if i % interval else FULL for i in layers])
 
 
+def alternating_windows(config: dict[str, Any]) -> list[int | None]:
+    """Return the window of each layer in tokens (None: full attention): by layer_types, or else on
+    layers 0, 2, 4, ... Raises ValueError as `typed_windows`.
+    """
+    layers = range(config["num_hidden_layers"])
+    return typed_windows(config, [FULL if i % 2 else SLIDING for i in layers])
+
+
 def uniform_windows(config: dict[str, Any], used: bool = True) -> list[int | None]:
     """Return the same window for every layer: the config's sliding_window in tokens if `used`, else
     None (full attention).
@@ -207,7 +215,9 @@ def standard(
     )
 
 
-QKV = tuple(f"layers.{{}}.attn.{part}" for part in "qkv")  # ours, of what stores them as one
+# our modules of what many files store as one
+QKV = tuple(f"layers.{{}}.attn.{part}" for part in "qkv")
+GATE_UP = tuple(f"layers.{{}}.mlp.{part}" for part in ("gate", "up"))
 LAYER_NORM_EPS = eps("layer_norm_epsilon", 1e-5)
 # tie_word_embeddings, by the default of the family
 TIED = {

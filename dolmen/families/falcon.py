@@ -192,13 +192,12 @@ def rules(spec: ModelSpec) -> list[Rule]:
     """
     layer, ours = "transformer.h.{}.", "layers.{}."
     mixer, arrangement = common.attention(spec), spec.blocks[0].arrangement
-    qkv = tuple(f"{ours}attn.{part}" for part in "qkv")
     # 40B: 16 queries, 1 key, 1 value per group, 8 groups
     per_kv_head = (mixer.heads // mixer.kv_heads, 1, 1)
     return [
         Rename("transformer.word_embeddings", "embed"),
         *(Rename(layer + hf, ours + name) for hf, name in NAMES[arrangement].items()),
-        Split(layer + "self_attention.query_key_value", qkv, mixer.kv_heads, per_kv_head),
+        Split(layer + "self_attention.query_key_value", common.QKV, mixer.kv_heads, per_kv_head),
         Rename(layer + "self_attention.dense", ours + "attn.o"),
         Rename(layer + "mlp.dense_h_to_4h", ours + "mlp.up"),
         Rename(layer + "mlp.dense_4h_to_h", ours + "mlp.down"),

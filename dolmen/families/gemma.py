@@ -43,13 +43,10 @@ def read_stated(config: dict[str, Any]) -> ModelSpec:
     bias = bool(config["attention_bias"])
     spec = llama.read_llama_like(config, qkv_bias=bias, o_bias=bias)
     norm = replace(spec.blocks[0].norm, zero_centred=True)
-    return replace(
-        spec,
-        # the tied head is not scaled
-        embedding=replace(spec.embedding, scale=math.sqrt(spec.hidden_size)),
-        runs=group_repeats([replace(block, norm=norm) for block in spec.blocks]),
-        final_norm=norm,
-    )
+    # the tied head is not scaled
+    embedding = replace(spec.embedding, scale=math.sqrt(spec.hidden_size))
+    spec = common.map_blocks(spec, lambda block: replace(block, norm=norm))
+    return replace(spec, embedding=embedding, final_norm=norm)
 
 
 DEFAULTS = dict(
@@ -91,19 +88,11 @@ NORMS = {
 }
 
 
-def gemma2_windows(config: dict[str, Any]) -> list[int | None]:
-    """Return the window of each layer in tokens (None: full attention): by layer_types, or else on
-    layers 0, 2, 4, ...
-    """
-    layers = range(config["num_hidden_layers"])
-    return common.typed_windows(config, [common.FULL if i % 2 else common.SLIDING for i in layers])
-
-
 def read_gemma2(config: dict[str, Any]) -> ModelSpec:
     """Return the spec of a Gemma 2 config.json: sandwich norms, soft caps of scores and logits, and
     a sliding window on alternating layers. Raises ValueError as `read_windowed`.
     """
-    return read_windowed(config, gemma2_windows(config))
+    return read_windowed(config, common.alternating_windows(config))
 
 
 def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> ModelSpec:
@@ -254,7 +243,7 @@ def read_gemma3(config: dict[str, Any]) -> ModelSpec:
         positions = block.mixer.positions if block.mixer.window is None else local
         return replace(block, mixer=replace(block.mixer, positions=positions, qk_norm=block.norm))
 
-    return replace(spec, runs=group_repeats([add_rope(block) for block in spec.blocks]))
+    return common.map_blocks(spec, add_rope)
 
 
 def write_gemma3(spec: ModelSpec) -> dict[str, Any]:

@@ -21,15 +21,12 @@ from dolmen.model.spec import (
     PositionTable,
     RopeSpec,
     SequentialResidual,
-    group_repeats,
 )
 from dolmen.model.spec.block import Arrangement
 
 # GLM-4 and GLM-4-9B as transformers has them (2406.12793): Llama with biases on q, k, v, rope over
 # neighbours in the first half of each head, and gate and up of the mlp fused in one tensor.
 # ChatGLM2, ChatGLM3 and the first form of GLM-4-9B are the same under other names (chatglm.py).
-
-PARTS = ("layers.{}.mlp.gate", "layers.{}.mlp.up")  # of what files store as one
 
 GLM_FIELDS = llama.change_fields(
     llama.fields_with(turned=rope.fields(part=0.5)),
@@ -52,11 +49,8 @@ def read_arranged(config: dict[str, Any], arrangement: Arrangement) -> ModelSpec
     spec = llama.read_llama_like(config, qkv_bias=bool(config["attention_bias"]))
     mixer = common.attention(spec)
     turned = replace(expect(mixer.positions, RopeSpec, "positions"), interleaved=True)
-    blocks = [
-        replace(block, mixer=replace(mixer, positions=turned), arrangement=arrangement)
-        for block in spec.blocks
-    ]
-    return replace(spec, runs=group_repeats(blocks))
+    mixer = replace(mixer, positions=turned)
+    return common.map_blocks(spec, lambda b: replace(b, mixer=mixer, arrangement=arrangement))
 
 
 def read_glm(config: dict[str, Any]) -> ModelSpec:
@@ -69,7 +63,7 @@ def glm_rules(spec: ModelSpec, norms: Mapping[str, str] = llama.NORMS) -> list[R
     -> ours.
     """
     # rows of gate, then rows of up
-    fused = Split(llama.LAYER + "mlp.gate_up_proj", PARTS, 1, (1, 1))
+    fused = Split(llama.LAYER + "mlp.gate_up_proj", common.GATE_UP, 1, (1, 1))
     return llama.llama_like_rules(spec, norms, instead=[fused])
 
 

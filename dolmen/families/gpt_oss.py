@@ -12,7 +12,7 @@ from dolmen.core.config import AboveZero
 from dolmen.families import common, experts, llama
 from dolmen.families.family import Family, Field, expect
 from dolmen.families.rules import BareParameter, Each, Rename, Rule, Split, Transpose
-from dolmen.model.spec import ClampedSwiGLU, ModelSpec, MoESpec, group_repeats
+from dolmen.model.spec import ClampedSwiGLU, ModelSpec, MoESpec
 
 WINDOW = 128
 ROPE = {
@@ -25,14 +25,6 @@ ROPE = {
 }
 PLAIN = {"hidden_act": "silu"}  # of what ClampedSwiGLU is not
 SHARED = tuple(field for field in llama.FIELDS if field.name not in PLAIN)
-
-
-def layer_windows(config: dict[str, Any]) -> list[int | None]:
-    """Return the window of each layer in tokens (None: full attention): by layer_types, or else on
-    layers 0, 2, 4, ...
-    """
-    layers = range(config["num_hidden_layers"])
-    return common.typed_windows(config, [common.FULL if i % 2 else common.SLIDING for i in layers])
 
 
 def read(config: dict[str, Any]) -> ModelSpec:
@@ -52,10 +44,13 @@ def read(config: dict[str, Any]) -> ModelSpec:
     )
     bias = config["attention_bias"]
     spec = llama.read_llama_like(
-        full, mlp=lambda _: sparse, windows=layer_windows(config), qkv_bias=bias, o_bias=bias
+        full,
+        mlp=lambda _: sparse,
+        windows=common.alternating_windows(config),
+        qkv_bias=bias,
+        o_bias=bias,
     )
-    blocks = [replace(b, mixer=replace(b.mixer, sinks=True)) for b in spec.blocks]
-    return replace(spec, runs=group_repeats(blocks))
+    return common.map_blocks(spec, lambda b: replace(b, mixer=replace(b.mixer, sinks=True)))
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:

@@ -108,10 +108,9 @@ def phi3_rules(spec: ModelSpec) -> list[Rule]:
     mixer, layer = common.attention(spec), llama.LAYER
     # units of a head's size: rows of all queries, all keys, all values
     counts = (mixer.heads, mixer.kv_heads, mixer.kv_heads)
-    both = tuple(f"layers.{{}}.mlp.{name}" for name in ("gate", "up"))
     fused = [
         Split(f"{layer}self_attn.qkv_proj", common.QKV, 1, counts),
-        Split(f"{layer}mlp.gate_up_proj", both, 1, (1, 1)),
+        Split(f"{layer}mlp.gate_up_proj", common.GATE_UP, 1, (1, 1)),
     ]
     return llama.llama_like_rules(spec, instead=fused)
 
