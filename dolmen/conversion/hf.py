@@ -19,7 +19,7 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.checkpoint import remote
-from dolmen.conversion.weights import WeightsAlone, assemble
+from dolmen.conversion.weights import WeightsAlone, assemble, describe_mismatch
 from dolmen.core.filesystem import expand, is_absent, is_url
 from dolmen.core.messages import plural
 from dolmen.families import ModelConfig, WeightMap, replace_fields, special_tokens, weight_map
@@ -339,17 +339,9 @@ def _match(folder: Path, weights: WeightMap) -> dict[str, Stored]:
         stored.name for name, stored in matched.items() if weights.expected_shape(name) is None
     ]
     missing = [name for name in weights.entries if name not in matched]
-    if extra or missing:
-        sides = [
-            f"{plural(len(extra), 'tensor has', 'tensors have')} no counterpart in the model, "
-            f"e.g. {extra[:3]}"
-        ] * bool(extra)
-        sides += [
-            f"{plural(len(missing), 'tensor is', 'tensors are')} missing, e.g. {missing[:3]}"
-        ] * bool(missing)
+    if text := describe_mismatch(extra, missing):
         raise KeyError(
-            f"{folder} does not fit family {weights.model.model_type} and its config: "
-            f"{'; '.join(sides)}"
+            f"{folder} does not fit family {weights.model.model_type} and its config: {text}"
         )
     for name, stored in matched.items():
         _check_tensor(name, stored, weights)

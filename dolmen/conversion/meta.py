@@ -9,7 +9,7 @@ file per rank of tensor parallelism, which are joined tensor by tensor.
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from dolmen.conversion import sidecars
 from dolmen.conversion.hf import FLOATS
 from dolmen.conversion.megatron.shares import Share, share
 from dolmen.conversion.sidecars import Joined
-from dolmen.conversion.weights import WeightsAlone, assemble
+from dolmen.conversion.weights import WeightsAlone
 from dolmen.core.config import AboveZero, NonNegative
 from dolmen.core.messages import plural
 from dolmen.families import ModelConfig, edit
@@ -127,26 +127,14 @@ class Consolidated(WeightsAlone, Joined):
         """
         _ = self._checked
         return {
-            ours: Spec(self.spec.params[ours].shape, self.ranks[0][entry.hf].spec.dtype)
-            for ours, entry in self._holding.items()
+            name: Spec(param.shape, self.ranks[0][self._holding[name].hf].spec.dtype)
+            for name, param in self.spec.params.items()
         }
-
-    def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (our name, tensor) of every parameter, or of those in `only`, joined from all
-        ranks. Raises as `specs`.
-        """
-        return assemble([self._entries[name] for name in self._checked], self._tensor, only)
 
     @cached_property
     def _entries(self) -> dict[str, StoredTensor]:
         """Meta's name -> which of our parameters the tensor holds."""
         return entries(rules(self.spec), self.spec.shapes, self.spec.layers)
-
-    @cached_property
-    def _holding(self) -> dict[str, StoredTensor]:
-        """Our name -> the stored tensor that holds it, in the order of our parameters."""
-        by_name = {entry.ours[0]: entry for entry in self._entries.values()}
-        return {name: by_name[name] for name in self.spec.params}
 
     def _share(self, name: str) -> Share:
         """Return how ranks shard the tensor with this stored name: as ours do, except that Llama 1

@@ -11,7 +11,7 @@ feed-forward layer stores as one, a rank has its rows of each: [x1_r; x2_r].
 """
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 from dolmen.conversion import hf, sidecars
 from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.sidecars import Joined
-from dolmen.conversion.weights import WeightsAlone, assemble
+from dolmen.conversion.weights import WeightsAlone, describe_mismatch
 from dolmen.core.messages import plural
 from dolmen.families import ModelConfig, WeightMap, weight_map
 from dolmen.families.rules import Split, StoredTensor
@@ -103,21 +103,15 @@ class Sat(WeightsAlone, Joined):
             for name, param in self.spec.params.items()
         }
 
-    def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Yield (our name, tensor) of every parameter, or of those in `only`, joined from all
-        ranks. Raises as `specs`.
-        """
-        return assemble([self._weights.entries[name] for name in self._checked], self._tensor, only)
-
     @cached_property
     def _weights(self) -> WeightMap:
         """Map between SAT's tensor names and our parameters."""
         return weight_map(self.model)
 
     @cached_property
-    def _holding(self) -> dict[str, StoredTensor]:
-        """Our parameter name -> the stored tensor that holds it."""
-        return {ours: entry for entry in self._weights.entries.values() for ours in entry.ours}
+    def _entries(self) -> Mapping[str, StoredTensor]:
+        """SAT's name -> which of our parameters the tensor holds."""
+        return self._weights.entries
 
     def _share(self, entry: StoredTensor) -> Share:
         """Return how ranks shard a stored tensor: as ours do; tensors that are stacked in one ([x1;
@@ -139,16 +133,11 @@ class Sat(WeightsAlone, Joined):
             {name: stored for name, stored in rank.items() if not self._weights.ignores(name)}
             for rank in self.rank_tensors
         ]
-        entries = self._weights.entries
+        entries = self._entries
         extra = [name for name in first if name not in entries]
         missing = [name for name in entries if name not in first]
-        if extra or missing:
-            raise KeyError(
-                f"{self.where} does not fit its config.json: "
-                f"{plural(len(extra), 'tensor has', 'tensors have')} no counterpart in the model, "
-                f"e.g. {extra[:3]}, and {plural(len(missing), 'tensor is', 'tensors are')} "
-                f"missing, e.g. {missing[:3]}"
-            )
+        if text := describe_mismatch(extra, missing):
+            raise KeyError(f"{self.where} does not fit its config.json: {text}")
         for rank, other in enumerate(other_ranks, 1):
             if unlike := [name for name in first if name not in other] or [*other.keys() - first]:
                 raise KeyError(f"{self.where}: rank {rank} and rank 0 differ in {unlike[0]}")
@@ -178,7 +167,7 @@ class Sat(WeightsAlone, Joined):
 
     def _tensor(self, name: str) -> Tensor:
         """Read the tensor with this stored name, joined from all ranks."""
-        share, shards = self._share(self._weights.entries[name]), self._checked[name]
+        share, shards = self._share(self._entries[name]), self._checked[name]
         # replicated: rank 0's copy is that of all
         if share.dim is None:
             return shards[0].read()

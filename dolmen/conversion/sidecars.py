@@ -3,7 +3,7 @@ generation_config.json, a config.json for a model spec that has none, and the ba
 whose tensors are joined from the files of several ranks.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -122,7 +122,7 @@ def pad_vocabulary(model: ModelConfig, tokenizer: str | None, option: str = "") 
 @dataclass(frozen=True)
 class Joined:
     """Base class of sources whose tensors are joined from the files of several tensor-parallel
-    ranks. A format implements what is stored (`_holding`, `_checked`) and how it is joined
+    ranks. A format implements what is stored (`_entries`, `_checked`) and how it is joined
     (`_tensor`).
     """
 
@@ -155,6 +155,12 @@ class Joined:
         """None: transformers cannot load such files."""
         return None
 
+    def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield (our name, tensor) of every parameter, or of those in `only`, joined from all
+        ranks. Raises as `ModelSource.specs`.
+        """
+        return assemble([self._entries[name] for name in self._checked], self._tensor, only)
+
     def read(self, name: str) -> Shaped[Tensor, "*whole"]:
         """Read one parameter by our name, joined from all ranks. Raises KeyError where there is
         none, and as `_checked`.
@@ -167,9 +173,14 @@ class Joined:
         return tensor
 
     @cached_property
+    def _entries(self) -> Mapping[str, StoredTensor]:
+        """Stored name -> which of our parameters the tensor holds."""
+        raise NotImplementedError
+
+    @cached_property
     def _holding(self) -> Mapping[str, StoredTensor]:
         """Our parameter name -> the stored tensor that holds it."""
-        raise NotImplementedError
+        return {ours: entry for entry in self._entries.values() for ours in entry.ours}
 
     @cached_property
     def _checked(self) -> Iterable[str]:

@@ -39,6 +39,7 @@ import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
+from dolmen.core.messages import plural
 from dolmen.families.rules import (
     BareParameter,
     Each,
@@ -232,6 +233,21 @@ def check_whole(*sources: Tensors) -> None:
     """
     for source in sources:
         _ = source.specs
+
+
+def describe_mismatch(extra: list[str], missing: list[str]) -> str:
+    """Return text for an error that counts the stored tensors without a counterpart in the model
+    and the missing ones, with three examples of each; "" if there are none.
+    """
+    sides = [
+        (extra, "tensor has", "tensors have", "no counterpart in the model"),
+        (missing, "tensor is", "tensors are", "missing"),
+    ]
+    return "; ".join(
+        f"{plural(len(names), singular, several)} {what}, e.g. {names[:3]}"
+        for names, singular, several, what in sides
+        if names
+    )
 
 
 @dataclass(frozen=True)

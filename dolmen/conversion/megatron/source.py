@@ -24,7 +24,14 @@ from dolmen.conversion.megatron.folders import Sizes
 from dolmen.conversion.megatron.scaling import Kept, States
 from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.sidecars import Joined
-from dolmen.conversion.weights import MOMENTS, Moments, Scales, assemble, check_whole
+from dolmen.conversion.weights import (
+    MOMENTS,
+    Moments,
+    Scales,
+    assemble,
+    check_whole,
+    describe_mismatch,
+)
 from dolmen.core.messages import plural
 from dolmen.families import ModelConfig, edit
 from dolmen.families.differences import differences
@@ -346,11 +353,6 @@ class Megatron(Joined):
         """Return whether the entry's parameters are trained, and so have moments."""
         return self.spec.params[entry.ours[0]].trained
 
-    @cached_property
-    def _holding(self) -> dict[str, StoredTensor]:
-        """Our name -> the stored tensor that holds it."""
-        return {ours: entry for entry in self._entries.values() for ours in entry.ours}
-
     def _share(self, name: str) -> Share:
         """Return how tp ranks shard the tensor with this canonical name. Latent down-projections
         are whole on each rank or sharded by rows, depending on who saved them: their stored shape
@@ -374,15 +376,8 @@ class Megatron(Joined):
         tied = remaining.pop(names.HEAD, None) if self.spec.head.tied else None
         extra = [shards.name for name, shards in remaining.items() if name not in self._entries]
         missing = [name for name in self._entries if name not in remaining]
-        if extra or missing:
-            sides = [
-                f"{plural(len(extra), 'tensor has', 'tensors have')} no counterpart in the "
-                f"model, e.g. {extra[:3]}"
-            ]
-            sides = sides * bool(extra) + [
-                f"{plural(len(missing), 'tensor is', 'tensors are')} missing, e.g. {missing[:3]}"
-            ] * bool(missing)
-            raise KeyError(f"{self.where} does not fit its args: {'; '.join(sides)}")
+        if text := describe_mismatch(extra, missing):
+            raise KeyError(f"{self.where} does not fit its args: {text}")
         for name, shards in remaining.items():
             self._check(name, shards)
         if tied is not None:
