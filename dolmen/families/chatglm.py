@@ -62,8 +62,8 @@ def read_chatglm(config: dict[str, Any]) -> ModelSpec:
     """Return the spec of a ChatGLM-6B config.json: two position streams, DeepNorm with the alpha of
     28 layers, a plain mlp.
     """
-    turned = RopeSpec(common.head_size(config, CHATGLM_FIELDS), streams=2, halved=True)
-    mixer = glm.attention(config, CHATGLM_FIELDS, turned)
+    positions = RopeSpec(common.head_size(config, CHATGLM_FIELDS), streams=2, halved=True)
+    mixer = glm.attention(config, CHATGLM_FIELDS, positions)
     mlp = MLPSpec(config["inner_hidden_size"], gated=False, activation="gelu_tanh", bias=True)
     block = BlockSpec(
         mixer, mlp, common.layer_norm(config, EPS), SequentialResidual.deepnorm(ALPHA)

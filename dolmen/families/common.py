@@ -341,9 +341,9 @@ def _write_rope(family: Family, spec: ModelSpec) -> dict[str, Any]:
     """
     known = (block.mixer.positions for block in spec.blocks)
     # Cohere2: the first layers with positions are those with a window
-    turned = expect(next((p for p in known if p is not None), None), RopeSpec, "positions")
+    positions = expect(next((p for p in known if p is not None), None), RopeSpec, "positions")
     part = rope.PART.name in names(family.fields)
-    return rope.write(turned, attention(spec).head_size if part else None)
+    return rope.write(positions, attention(spec).head_size if part else None)
 
 
 # Common name of a field -> how a new config.json states it.

@@ -118,7 +118,7 @@ def _mixer(config: dict[str, Any], interleaved: bool) -> LatentAttentionSpec:
             f"{flag('qk_rope_head_dim')} to an even size"
         )
     # rope acts on the rope part of the head alone, so that is its whole size here
-    turned = rope.read(config, size)
+    positions = rope.read(config, size)
     field, parameters = rope.stated_rope(config)
     mscale = float(parameters.get("mscale_all_dim") or 0.0)
     if mscale and rope.rope_type(parameters) not in ("yarn", "default"):
@@ -130,9 +130,9 @@ def _mixer(config: dict[str, Any], interleaved: bool) -> LatentAttentionSpec:
         config["qk_nope_head_dim"],
         config["v_head_dim"],
         NormSpec("rmsnorm", LATENT_EPS),
-        replace(turned, interleaved=interleaved),
+        replace(positions, interleaved=interleaved),
         # without YaRN the temperature is 1 whatever mscale is
-        mscale_all_dim=0.0 if turned.scaling is None else mscale,
+        mscale_all_dim=0.0 if positions.scaling is None else mscale,
         down_bias=config["attention_bias"],
         o_bias=config["attention_bias"],
     )

@@ -29,7 +29,7 @@ from dolmen.model.spec.block import Arrangement
 # ChatGLM2, ChatGLM3 and the first form of GLM-4-9B are the same under other names (chatglm.py).
 
 GLM_FIELDS = llama.change_fields(
-    llama.fields_with(turned=rope.fields(part=0.5)),
+    llama.fields_with(rope_fields=rope.fields(part=0.5)),
     replace(llama.ATTENTION_BIAS, default=True, help="Biases on q, k and v."),
     vocab_size=151552,
     hidden_size=4096,
@@ -48,8 +48,8 @@ def read_arranged(config: dict[str, Any], arrangement: Arrangement) -> ModelSpec
     """
     spec = llama.read_llama_like(config, qkv_bias=bool(config["attention_bias"]))
     mixer = common.attention(spec)
-    turned = replace(expect(mixer.positions, RopeSpec, "positions"), interleaved=True)
-    mixer = replace(mixer, positions=turned)
+    positions = replace(expect(mixer.positions, RopeSpec, "positions"), interleaved=True)
+    mixer = replace(mixer, positions=positions)
     return common.map_blocks(spec, lambda b: replace(b, mixer=mixer, arrangement=arrangement))
 
 
@@ -323,8 +323,8 @@ def read_glm_130b(config: dict[str, Any]) -> ModelSpec:
     half-precision angles, a GELU-gated mlp.
     """
     layers, inner = config["num_layers"], config["inner_hidden_size"]
-    turned = RopeSpec(common.head_size(config, GLM_130B_FIELDS), halved=True)
-    mixer = attention(config, GLM_130B_FIELDS, turned)
+    positions = RopeSpec(common.head_size(config, GLM_130B_FIELDS), halved=True)
+    mixer = attention(config, GLM_130B_FIELDS, positions)
     # 12,288 -> 32,768: as many parameters as a plain mlp of 4 hidden_size
     width = 4 * config["hidden_size"] * 2 // 3 if inner is None else inner
     mlp = MLPSpec(width, activation="gelu", bias=True)

@@ -176,9 +176,9 @@ def read_gpt_neox(config: dict[str, Any]) -> ModelSpec:
     """Return the spec of a GPT-NeoX config.json: parallel blocks with two norms, or sequential
     ones, and rope on a part of each head.
     """
-    turned = rope.read(config, common.head_size(config, GPT_NEOX_FIELDS))
+    positions = rope.read(config, common.head_size(config, GPT_NEOX_FIELDS))
     mixer = common.biased_attention(
-        config, GPT_NEOX_FIELDS, config["attention_bias"], positions=turned
+        config, GPT_NEOX_FIELDS, config["attention_bias"], positions=positions
     )
     arrangement = ParallelResidual(2) if config["use_parallel_residual"] else SequentialResidual()
     block = BlockSpec(
@@ -254,13 +254,13 @@ def read_gptj(config: dict[str, Any]) -> ModelSpec:
     of the first rotary_dim elements. Raises ValueError if rotary_dim is odd or exceeds the head.
     """
     heads, size = config["n_head"], common.head_size(config, GPTJ_FIELDS)
-    turned = config["rotary_dim"]
-    if turned > size or turned % 2:
+    rotary_dim = config["rotary_dim"]
+    if rotary_dim > size or rotary_dim % 2:
         raise ValueError(
-            f"rotary_dim is {turned} for heads of size {size}, but rope rotates pairs: set "
+            f"rotary_dim is {rotary_dim} for heads of size {size}, but rope rotates pairs: set "
             f"{flag('rotary_dim')} to an even number up to {size}"
         )
-    mixer = AttentionSpec(heads, heads, size, positions=RopeSpec(turned, interleaved=True))
+    mixer = AttentionSpec(heads, heads, size, positions=RopeSpec(rotary_dim, interleaved=True))
     mlp, norm = common.plain_mlp(config, GPTJ_FIELDS), common.layer_norm(config)
     spec = common.make_spec(
         config, GPTJ_FIELDS, [BlockSpec(mixer, mlp, norm, ParallelResidual(1))] * config["n_layer"]

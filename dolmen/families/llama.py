@@ -21,7 +21,7 @@ IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rota
 NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
 MLP_NAMES = {f"{name}_proj": name for name in ("gate", "up", "down")}  # of a feed-forward layer
 EPS = "rms_norm_eps"
-NORM_EPS, TURNED = common.eps(EPS, 1e-6), rope.fields()
+NORM_EPS, ROPE_FIELDS = common.eps(EPS, 1e-6), rope.fields()
 NO_BIAS = {"attention_bias": (False, None), "mlp_bias": (False, None)}
 BESIDE = {**BESIDE, "attention_dropout": 0.0}
 
@@ -49,13 +49,13 @@ BEFORE = (  # rope
 
 
 def fields_with(
-    eps: Field | None = NORM_EPS, turned: Sequence[Field] = TURNED
+    eps: Field | None = NORM_EPS, rope_fields: Sequence[Field] = ROPE_FIELDS
 ) -> tuple[Field, ...]:
     """Return Llama's config.json Fields with another norm epsilon field `eps` (None: no field
-    states it) and other rope fields `turned`.
+    states it) and other rope fields `rope_fields`.
     """
     ends = common.last_fields(eps or common.LAYER_NORM_EPS, tied=False)
-    return (*BEFORE, *turned, *(ends if eps else ends[1:]))
+    return (*BEFORE, *rope_fields, *(ends if eps else ends[1:]))
 
 
 FIELDS = fields_with()

@@ -89,7 +89,7 @@ PHI = Family(
 # Phi-3, Phi-3.5 and Phi-4 (2404.14219, 2412.08905): Llama with q, k, v fused and gate, up fused;
 # some have a sliding window, some rope over a part of each head.
 
-PHI3_FIELDS = (*llama.fields_with(turned=rope.fields(part=1.0)), common.WINDOW_SIZE)
+PHI3_FIELDS = (*llama.fields_with(rope_fields=rope.fields(part=1.0)), common.WINDOW_SIZE)
 
 
 def read_phi3(config: dict[str, Any]) -> ModelSpec:

@@ -114,16 +114,20 @@ def write(spec: ModelSpec) -> dict[str, Any]:
     rope's base and its scaling. Raises ValueError for another rope scaling than Qwen's.
     """
     mixer, mlp = common.attention(spec), common.mlp(spec)
-    turned = expect(mixer.positions, RopeSpec, "positions")
+    positions = expect(mixer.positions, RopeSpec, "positions")
     none = QwenScaling(spec.max_position_embeddings, ntk=False, log_n=False)
-    longer = none if turned.scaling is None else expect(turned.scaling, QwenScaling, "rope scaling")
+    longer = (
+        none
+        if positions.scaling is None
+        else expect(positions.scaling, QwenScaling, "rope scaling")
+    )
     return {
         "intermediate_size": 2 * mlp.size,
         "no_bias": not mlp.bias,
         "seq_length": longer.original_max_position_embeddings,
         "use_dynamic_ntk": longer.ntk,
         "use_logn_attn": longer.log_n,
-        "rotary_emb_base": turned.theta,
+        "rotary_emb_base": positions.theta,
     }
 
 

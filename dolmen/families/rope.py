@@ -205,8 +205,8 @@ def read(config: Mapping[str, Any], size: int) -> RopeSpec:
     if any(isinstance(value, dict) for value in stated.values()):
         raise ValueError(f"{field} is {brief(stated)}: dolmen supports one rope for all layers")
     theta = float(stated.get("rope_theta", config["rope_theta"]))
-    turned = _rotary_size(config, field, stated, size)
-    return RopeSpec(turned, theta, _scaling(config, field, stated, theta, turned))
+    rotated = _rotary_size(config, field, stated, size)
+    return RopeSpec(rotated, theta, _scaling(config, field, stated, theta, rotated))
 
 
 def _rotary_size(
@@ -223,21 +223,21 @@ def _rotary_size(
         return size
     factor = stated.get(name, config[name])
     # truncated as transformers does: 0.4 of 80 is 32, and 0.3 of 64 is 19, which is refused
-    turned = int(size * factor)
-    if turned < 2 or turned % 2:
+    rotated = int(size * factor)
+    if rotated < 2 or rotated % 2:
         raise ValueError(
-            f"{name} is {factor}, which is {turned} of {size} elements of a head, but rope "
+            f"{name} is {factor}, which is {rotated} of {size} elements of a head, but rope "
             f"rotates pairs: set it to an even number / {size}"
         )
-    return turned
+    return rotated
 
 
 def _scaling(
-    config: Mapping[str, Any], field: str, stated: Mapping[str, Any], theta: float, turned: int
+    config: Mapping[str, Any], field: str, stated: Mapping[str, Any], theta: float, rotated: int
 ) -> RopeScaling | None:
     """Return the scaling spec of the rope type that `stated` (the mapping in the config's `field`)
-    names; None for the default type. `theta`: base; `turned`: rotated elements of a head. Raises
-    ValueError naming the parameters that the type needs and that are missing.
+    names; None for the default type. `theta`: base; `rotated`: how many elements of a head rotate.
+    Raises ValueError naming the parameters that the type needs and that are missing.
     """
     of = rope_type(stated)
     # Phi-3 states it as a field of its own, which transformers reads first
@@ -268,20 +268,20 @@ def _scaling(
         case "dynamic":  # of the field alone, in transformers
             return DynamicScaling(float(values["factor"]), config["max_position_embeddings"])
         case "longrope":
-            return _longrope(values, config["max_position_embeddings"], turned)
+            return _longrope(values, config["max_position_embeddings"], rotated)
     return None
 
 
-def _longrope(values: Mapping[str, Any], longest: int, turned: int) -> LongRopeScaling:
+def _longrope(values: Mapping[str, Any], longest: int, rotated: int) -> LongRopeScaling:
     """Return the LongRoPE spec; the default attention factor is transformers' sqrt(1 + ln f / ln
     original), with f = `longest` / original. Raises ValueError if a factor list does not have one
-    number per pair of the `turned` elements.
+    number per pair of the `rotated` elements.
     """
     for name in ("short_factor", "long_factor"):
-        if len(values[name]) != turned // 2:
+        if len(values[name]) != rotated // 2:
             raise ValueError(
                 f"{name} has {plural(len(values[name]), 'number')}, but rope rotates "
-                f"{turned // 2} pairs of each head: give one number per pair"
+                f"{rotated // 2} pairs of each head: give one number per pair"
             )
     original = values["original_max_position_embeddings"]
     # Phi-3 states no factor: 131072 / 4096 = 32
@@ -359,13 +359,13 @@ def write(rope: RopeSpec, head_size: int | None = None) -> dict[str, Any]:
     return {**scaling, "rope_theta": rope.theta, **part}
 
 
-def _fraction(turned: int, size: int) -> float:
-    """Return the fraction f of a head with int(f * size) == turned: the quotient, or one float
+def _fraction(rotated: int, size: int) -> float:
+    """Return the fraction f of a head with int(f * size) == rotated: the quotient, or one float
     above it if that rounds down.
     """
-    factor = turned / size
+    factor = rotated / size
     # such as 30 of 44: int(44 * (30 / 44)) is 29
-    return factor if int(size * factor) == turned else math.nextafter(factor, 1)
+    return factor if int(size * factor) == rotated else math.nextafter(factor, 1)
 
 
 def _write_yarn(yarn: YarnScaling) -> dict[str, Any]:

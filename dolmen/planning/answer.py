@@ -99,7 +99,7 @@ def dry_run_lines(plan: Plan) -> list[str | Table]:
     dry = plan.dry
     if dry is None:
         return []
-    lines: list[str | Table] = [f"excluded by the dry run: {why}" for why in dry.struck]
+    lines: list[str | Table] = [f"excluded by the dry run: {why}" for why in dry.rejected]
     if dry.left_out:
         return [*lines, f"No dry run of the first layout: {dry.left_out}."]
     grid = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False)
@@ -110,7 +110,7 @@ def dry_run_lines(plan: Plan) -> list[str | Table]:
     # kinds that hardly matter are not shown
     least = DIFFERS * max(rank.peak.counted for rank in dry.ranks)
     for kind in zip(*(rank.held for rank in dry.ranks), strict=True):
-        if any(abs(compared.formed - compared.counted) >= least for compared in kind):
+        if any(abs(compared.closed_form - compared.counted) >= least for compared in kind):
             grid.add_row(f"  {kind[0].name}", *map(format_compared, kind))
     for axis in dict.fromkeys(sent.name for rank in dry.ranks for sent in rank.sent):
         # a boundary stage may send over fewer axes
@@ -155,7 +155,9 @@ def format_compared(compared: Compared) -> str:
     that is ten times the count or more, the closed form itself: "0.00 (2.93 in closed form)".
     """
     if abs(compared.off) >= 10:
-        return f"{compared.counted / 2**30:,.2f} ({compared.formed / 2**30:,.2f} in closed form)"
+        return (
+            f"{compared.counted / 2**30:,.2f} ({compared.closed_form / 2**30:,.2f} in closed form)"
+        )
     return f"{compared.counted / 2**30:,.2f} ({compared.off:+.1%})"
 
 
@@ -275,14 +277,14 @@ def _dry_run_dict(dry: DryRun) -> dict[str, Any]:
             {
                 "rank": rank.rank,
                 "peak_bytes": rank.peak.counted,
-                "closed_form_bytes": rank.peak.formed,
-                "held": {kind.name: [kind.counted, kind.formed] for kind in rank.held},
-                "sent": {axis.name: [axis.counted, axis.formed] for axis in rank.sent},
+                "closed_form_bytes": rank.peak.closed_form,
+                "held": {kind.name: [kind.counted, kind.closed_form] for kind in rank.held},
+                "sent": {axis.name: [axis.counted, axis.closed_form] for axis in rank.sent},
                 "more_s": {axis.name: axis.more_seconds for axis in rank.sent},
             }
             for rank in dry.ranks
         ],
-        "struck": list(dry.struck),
+        "rejected": list(dry.rejected),
         "left_out": dry.left_out,
     }
 

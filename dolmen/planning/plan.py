@@ -154,26 +154,26 @@ class Compared(NamedTuple):
     name: str
     counted: int
     """Bytes of the dry run."""
-    formed: int
+    closed_form: int
     """Bytes of the closed form."""
     seconds: float = 0.0
-    """For bytes that are sent: seconds that their links take for `formed`, hidden behind compute or
-    not.
+    """For bytes that are sent: seconds that their links take for `closed_form`, hidden behind
+    compute or not.
     """
 
     @property
     def more_seconds(self) -> float:
-        """Seconds by which the links are busy longer with `counted` than with `formed`."""
+        """Seconds by which the links are busy longer with `counted` than with `closed_form`."""
         # time is proportional to bytes
-        return self.seconds * (self.counted / self.formed - 1) if self.formed else 0.0
+        return self.seconds * (self.counted / self.closed_form - 1) if self.closed_form else 0.0
 
     @property
     def off(self) -> float:
-        """Relative error of the closed form: formed / counted - 1 (nothing counted: 1 if something
-        is formed, else 0).
+        """Relative error of the closed form: closed_form / counted - 1 (nothing counted: 1 if
+        something is predicted, else 0).
         """
         # 100 % where nothing was counted
-        return self.formed / self.counted - 1 if self.counted else float(self.formed > 0)
+        return self.closed_form / self.counted - 1 if self.counted else float(self.closed_form > 0)
 
 
 class RankRun(NamedTuple):
@@ -192,7 +192,7 @@ class DryRun:
     """Result of dry-running the first layout."""
 
     ranks: tuple[RankRun, ...]
-    struck: tuple[str, ...] = ()
+    rejected: tuple[str, ...] = ()
     """Faster layouts that the dry run rejected, and why."""
     left_out: str = ""
     """Why nothing was dry-run; "" if it was."""

@@ -171,7 +171,7 @@ def make_plan(question: Question, options: PlanConfig, progress: bool = False) -
     if options.dryrun:
         dry = confirm(question, [choice for _, choice in timed], progress)
         # layouts that the dry run rejected
-        timed = timed[len(dry.struck) :]
+        timed = timed[len(dry.rejected) :]
     spec = question.run.spec
     first = timed[0][0]
     return Plan(

@@ -62,24 +62,26 @@ def confirm(question: Question, choices: Sequence[LayoutChoice], progress: bool)
     memory. Returns its counts against the closed forms, and why those before it were rejected; or
     why there is none. `progress` shows a bar on stderr.
     """
-    struck: list[str] = []
+    rejected: list[str] = []
     for choice in choices[:TRIED]:
         run = question.run_with_layout(choice.options)
         try:
             counted = count_ranks(run, device_of(question), progress)
         except ValueError as error:
-            struck.append(f"{words(choice.options)}: {error}")
+            rejected.append(f"{words(choice.options)}: {error}")
             continue
         if isinstance(counted, str):
-            return DryRun((), tuple(struck), counted)
+            return DryRun((), tuple(rejected), counted)
         ranks = tuple(compare_rank(question, choice, counts) for counts in counted)
         # the context is in no ledger
         peak = max(rank.peak.counted for rank in ranks) + question.cluster.device.reserved
         if peak <= question.cluster.device.memory:
-            return DryRun(ranks, tuple(struck))
+            return DryRun(ranks, tuple(rejected))
         over = peak - question.cluster.device.memory
-        struck.append(f"{words(choice.options)}: {gib(peak)} by the dry run, {gib(over)} too much")
-    return DryRun((), (), f"none of the first {len(struck)} layouts passes: {struck[0]}")
+        rejected.append(
+            f"{words(choice.options)}: {gib(peak)} by the dry run, {gib(over)} too much"
+        )
+    return DryRun((), (), f"none of the first {len(rejected)} layouts passes: {rejected[0]}")
 
 
 def device_of(question: Question) -> Device:
@@ -146,7 +148,7 @@ def compare_rank(question: Question, choice: LayoutChoice, counted: dict[str, An
     """
     # pipeline ranks are the outermost axis of the world
     rank = counted["rank"] // (question.cluster.gpus // choice.pp)
-    formed = question.capacity.stage_memory(choice, rank, question.batch).live
+    closed_form = question.capacity.stage_memory(choice, rank, question.batch).live
     sizes = {"tp": choice.tp, "cp": choice.cp, "ep": choice.ep, "pp": choice.pp}
     sizes["dp"] = choice.dp * choice.cp
     sent: Counter[str] = Counter()
@@ -154,22 +156,22 @@ def compare_rank(question: Question, choice: LayoutChoice, counted: dict[str, An
         axis = AXES.get(collective["axis"], collective["axis"])
         if axis in sizes:
             sent[axis] += bytes_leaving(collective["op"], collective["bytes"], sizes[axis])
-    formed_bytes: Counter[str] = Counter()
+    closed_form_bytes: Counter[str] = Counter()
     seconds: defaultdict[str, float] = defaultdict(float)
     machine = question.pricing.machine(choice)
     for row in question.pricing.communication_rows(choice, rank):
         axis = AXES.get(row.axis, row.axis)
-        formed_bytes[axis] += bytes_leaving(row.op, row.payload * row.times, sizes[axis])
+        closed_form_bytes[axis] += bytes_leaving(row.op, row.payload * row.times, sizes[axis])
         seconds[axis] += row_seconds(row, machine) * row.times
     live = counted["live_bytes"]
     return RankRun(
         counted["rank"],
-        Compared("peak", counted["peak_bytes"], formed.total),
-        tuple(Compared(w, live[w], formed._asdict()[kind]) for kind, w in WORDS.items()),
+        Compared("peak", counted["peak_bytes"], closed_form.total),
+        tuple(Compared(w, live[w], closed_form._asdict()[kind]) for kind, w in WORDS.items()),
         tuple(
-            Compared(axis, sent[axis], formed_bytes[axis], seconds[axis])
+            Compared(axis, sent[axis], closed_form_bytes[axis], seconds[axis])
             for axis in sizes
-            if sent[axis] or formed_bytes[axis]
+            if sent[axis] or closed_form_bytes[axis]
         ),
     )
 

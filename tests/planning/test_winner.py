@@ -50,14 +50,14 @@ def shown_plan(found: Plan) -> str:
 def test_it_is_the_real_step_of_the_first_layout_and_is_kept(home, monkeypatch):
     question_ = question()
     found = search.make_plan(question_, ASKED)
-    assert found.dry is not None and not found.dry.struck and not found.dry.left_out
+    assert found.dry is not None and not found.dry.rejected and not found.dry.left_out
     run = question_.run_with_layout(found.ranked[0].layout)
     ledgers = [dryrun(run, rank, hardware=KNOWN["a100"]) for rank in (0, 4, 7)]
     assert [one.rank for one in found.dry.ranks] == [one.rank for one in ledgers]
     assert [one.peak.counted for one in found.dry.ranks] == [one.peak for one in ledgers]
     for one in found.dry.ranks:
         assert sum(kind.counted for kind in one.held) == one.peak.counted
-        assert sum(kind.formed for kind in one.held) == one.peak.formed
+        assert sum(kind.closed_form for kind in one.held) == one.peak.closed_form
         for axis in one.sent:  # what closed forms leave out is the loss's, and small
             assert axis.off == pytest.approx(0, abs=0.1), (one.rank, axis)
     monkeypatch.setattr(dry, "report", lambda *_: pytest.fail("it was run once more"))
@@ -125,10 +125,10 @@ def test_what_it_finds_too_large_or_crashing_is_not_listed(monkeypatch):
 
     monkeypatch.setattr(winner, "count_ranks", result)
     found = search.make_plan(question_, free)
-    assert found.dry is not None and len(found.dry.struck) == 2
+    assert found.dry is not None and len(found.dry.rejected) == 2
     assert found.ranked == plain.ranked[2:4]
-    assert "it would crash" in found.dry.struck[0]
-    assert "1026.00 GiB by the dry run, 946.00 GiB too much" in found.dry.struck[1]
+    assert "it would crash" in found.dry.rejected[0]
+    assert "1026.00 GiB by the dry run, 946.00 GiB too much" in found.dry.rejected[1]
     assert "excluded by the dry run: tp 2" in shown_plan(found)
 
 
