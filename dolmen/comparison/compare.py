@@ -73,7 +73,7 @@ class TensorComparison:
 
     @property
     def ok(self) -> bool:
-        """True if the difference is allowed."""
+        """True if the difference is allowed; a NaN difference never is."""
         return self.difference <= self.allowed
 
 

@@ -185,7 +185,7 @@ class SidePair:
 
     @property
     def length(self) -> int:
-        """Tokens of each sequence."""
+        """Tokens of each sequence of the batch that both sides run."""
         return self.task.windows.shape[1] - 1
 
 

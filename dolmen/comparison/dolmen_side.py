@@ -235,7 +235,7 @@ class Hooks:
             self._hook_output(model.final_norm, partial(self._record_stream, "final_norm"))
 
     def __exit__(self, *_: object) -> None:
-        """Remove all hooks."""
+        """Remove all hooks from the model."""
         self.stack.close()
 
     def logits(self, logits: Float[Tensor, "sequences here rows"]) -> None:
@@ -326,7 +326,7 @@ class Hooks:
         """
 
         def record_inputs(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            """Record q, k and v from the arguments of CoreAttention."""
+            """Record q, k and v from the arguments of CoreAttention: a forward pre-hook."""
             q, k, v = args[:3]
             size, columns = heads.size, slice(None, heads.size)
             self._record_heads(f"{path}.query", q, heads.queries, heads.first, size, columns)
@@ -341,7 +341,7 @@ class Hooks:
         """
 
         def record_logits(_: nn.Module, args: tuple, out: tuple[Tensor, ...]) -> None:
-            """Record the first output of the router."""
+            """Record the router's logits, its first output: a forward hook."""
             logits = out[0]
             self._record(path, logits, logits.shape[-1], slice(0, logits.shape[-1]), partial=True)
 
@@ -400,8 +400,10 @@ class Hooks:
         rows, columns = self.rows, where.stop - where.start
 
         def flat(x: Tensor) -> Tensor:
+            """Return the selected columns of x as the matrix [rows, columns] that the recorded
+            tensor has.
+            """
             # heads side by side, as the logical tensor has them
-            """Return x as [rows, columns] of the logical tensor."""
             return x[..., selected].reshape(-1, columns)
 
         if flat(x).shape[0] != len(rows):

@@ -206,7 +206,7 @@ class _TransformersHooks:
         """
 
         def see(_: nn.Module, args: Any, out: Any) -> None:
-            """Record the module's output."""
+            """Record the module's output, or the first of a tuple: a forward hook."""
             self._record(name, _first_output(out), columns)
 
         self.stack.callback(module.register_forward_hook(see).remove)
@@ -215,7 +215,7 @@ class _TransformersHooks:
         """Register a hook that records the module's first input as tensor `name`."""
 
         def see(_: nn.Module, args: tuple, options: dict[str, Any]) -> None:
-            """Record the module's first argument."""
+            """Record the module's first argument: a forward pre-hook."""
             self._record(name, args[0] if args else options["hidden_states"])
 
         self.stack.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
@@ -241,7 +241,7 @@ class _TransformersHooks:
             return
 
         def flat(x: Tensor) -> Tensor:
-            """Return x as [tokens, columns]."""
+            """Return x as a matrix [tokens, columns], its heads side by side."""
             x = x.transpose(1, 2) if heads_first else x
             x = x.reshape(-1, x.shape[-1]) if x.ndim < 4 else x.flatten(2).flatten(0, 1)
             return x if columns is None else x[:, columns.to(x.device)]

@@ -62,7 +62,7 @@ class RunCheckpoint(WeightsAlone):
 
     @property
     def iteration(self) -> int:
-        """The checkpoint's step, skipped ones included."""
+        """Number of steps that the run has made, skipped ones included."""
         return self.step
 
     @property
@@ -72,7 +72,7 @@ class RunCheckpoint(WeightsAlone):
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """Empty: a run has none."""
+        """Empty: a run has no generation_config.json."""
         return {}
 
     @property
@@ -110,7 +110,9 @@ class RunCheckpoint(WeightsAlone):
 
     @property
     def _kind(self) -> str:
-        """Prefix of the weights' names in the checkpoint."""
+        """Prefix of the names of weights in the checkpoint, with "critic." if the critic is
+        read.
+        """
         return f"{self.part}{MODEL}"
 
     @cached_property

@@ -156,7 +156,7 @@ class TransformersWriter:
 
     @property
     def scales(self) -> Scales:
-        """Empty: transformers has no place for fp8 scales."""
+        """Empty: a transformers directory has no place for fp8 scales."""
         return {}
 
     def write(self, folder: Path, pool: LayerPool) -> None:

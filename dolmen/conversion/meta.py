@@ -107,7 +107,7 @@ class Consolidated(WeightsAlone, Joined):
 
     @property
     def where(self) -> Path:
-        """Folder of the files."""
+        """Folder of the consolidated.NN.pth files."""
         return self.sidecar_folder
 
     @property
@@ -133,7 +133,7 @@ class Consolidated(WeightsAlone, Joined):
 
     @cached_property
     def _entries(self) -> dict[str, StoredTensor]:
-        """Meta's name -> which of our parameters the tensor holds."""
+        """Name in Meta's files -> which of our parameters the tensor holds."""
         return entries(rules(self.spec), self.spec.shapes, self.spec.layers)
 
     def _share(self, name: str) -> Share:

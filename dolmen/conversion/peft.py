@@ -293,7 +293,7 @@ class Adapted(WeightsAlone):
 
     @property
     def model(self) -> ModelConfig:
-        """Model of the base."""
+        """Model config of the base."""
         return self.base.model
 
     @property

@@ -110,7 +110,7 @@ class Sat(WeightsAlone, Joined):
 
     @cached_property
     def _entries(self) -> Mapping[str, StoredTensor]:
-        """SAT's name -> which of our parameters the tensor holds."""
+        """Name in SAT's files -> which of our parameters the tensor holds."""
         return self._weights.entries
 
     def _share(self, entry: StoredTensor) -> Share:

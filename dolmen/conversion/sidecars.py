@@ -132,7 +132,7 @@ class Joined:
 
     @property
     def where(self) -> Path:
-        """Folder of the files."""
+        """Folder of the files that the tensors are read from."""
         raise NotImplementedError
 
     @property
@@ -152,7 +152,7 @@ class Joined:
 
     @property
     def transformers(self) -> None:
-        """None: transformers cannot load such files."""
+        """None: transformers cannot load files of several ranks."""
         return None
 
     def stream(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -190,5 +190,5 @@ class Joined:
         raise NotImplementedError
 
     def _tensor(self, name: str) -> Shaped[Tensor, "*whole"]:
-        """Read a stored tensor by name, joined from all ranks."""
+        """Read the tensor with this stored name, joined from all ranks."""
         raise NotImplementedError

@@ -276,7 +276,7 @@ class OfRun:
     name: str
 
     def read(self) -> Tensor:
-        """Read the matrix from the checkpoint."""
+        """Read the adapter matrix from the run's checkpoint."""
         return self.run.read_adapter(self.name)
 
 

@@ -65,7 +65,7 @@ class Harness(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Name for lm_eval's cache files."""
+        """The tokenizer's name or path, without slashes, by which lm_eval names its cache files."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
     def tok_encode(

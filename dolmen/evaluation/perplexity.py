@@ -70,7 +70,7 @@ class ScoringRows:
 
     @property
     def counted(self) -> int:
-        """Number of counted tokens, over all rows."""
+        """Number of counted (predicted) tokens, over all rows."""
         return int((self.lengths - self.firsts).sum())
 
 
@@ -87,7 +87,7 @@ class Windows:
 
     @property
     def tokens(self) -> int:
-        """Number of counted tokens."""
+        """Number of counted (predicted) tokens, over all windows."""
         return self.rows.counted
 
     @property
@@ -141,7 +141,7 @@ def windows(corpus: Corpus, end_of_text: int, window: int, stride: int) -> Windo
     stream = corpus.stream(starts, corpus.offsets[1:])
 
     def read(row: int) -> np.ndarray:
-        """Read the tokens of a window from the corpus."""
+        """Return the token ids of window `row`, read from the corpus."""
         return stream.read(int(base[row] + begin[row]), int(stop[row] - begin[row]))
 
     rows = ScoringRows(stop - begin, first - begin, read)

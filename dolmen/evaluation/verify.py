@@ -115,7 +115,7 @@ class _Tokens:
 
     @property
     def prompts(self) -> Tensor:
-        """Prompts for generation, [sequences, prompt]."""
+        """Prompts for generation: the first `prompt` tokens of each window, [sequences, prompt]."""
         return self.windows[:, : self.prompt]
 
     def batch(self, spec: ModelSpec) -> Batch:

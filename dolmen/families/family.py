@@ -236,7 +236,7 @@ class Family:
 
     @property
     def name(self) -> str:
-        """Name of the family in the registry."""
+        """Name of the family in the registry: its model_type, unless families share that."""
         return self.registry_name or self.model_type
 
     @property

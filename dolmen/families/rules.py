@@ -104,12 +104,12 @@ class WrappedRule:
 
     @property
     def hf(self) -> str:
-        """Name of the stored module."""
+        """Name of the stored module: that of the inner rule."""
         return self.rule.hf
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of our modules."""
+        """Names of our modules: those of the inner rule."""
         return self.rule.names
 
 

@@ -143,7 +143,7 @@ class _Block(Maker):
 
     @cached_property
     def block(self) -> BlockSpec:
-        """Spec of the layer."""
+        """Spec of the layer with this number."""
         return self.spec.blocks[self.number]
 
     def rows(self) -> Operations:
@@ -219,7 +219,7 @@ class _Block(Maker):
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Number of query heads and of key heads on this rank."""
+        """Number of query heads and of key heads on this rank of tp."""
         mixer, size = self.block.mixer, self.block.mixer.head_size
         k = self.params.get("attn.k.weight")
         return self.share.part(mixer.heads), self.share.part(

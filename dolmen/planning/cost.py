@@ -59,7 +59,7 @@ class Road:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes that the group spans."""
+        """Number of nodes that the group of ranks spans."""
         return -(-self.ranks // self.together)
 
 
@@ -237,7 +237,7 @@ class Parts:
         return Parts(**{name: value + theirs[name] for name, value in vars(self).items()})
 
     def times(self, factor: float) -> "Parts":
-        """Return all parts multiplied by a factor."""
+        """Return the parts with each one's seconds multiplied by a factor."""
         return Parts(**{name: value * factor for name, value in vars(self).items()})
 
 
@@ -255,7 +255,7 @@ class Machine:
 
     @property
     def device(self) -> Device:
-        """Device of the cluster."""
+        """Device (GPU kind) of the cluster that the rank is placed on."""
         return self.placement.cluster.device
 
     @cached_property

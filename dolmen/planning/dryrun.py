@@ -248,7 +248,7 @@ class RealTokenBatch(Batch):
 
     @property
     def real_tokens(self) -> int:
-        """Number of tokens."""
+        """Number of tokens in the batch; none of them is padding."""
         return self.tokens.numel()
 
     def microbatches(self, size: int) -> list[Batch]:
@@ -256,7 +256,7 @@ class RealTokenBatch(Batch):
         return list(self.parts)
 
     def to(self, device: torch.device) -> Batch:
-        """Return the batch itself: there is no other device."""
+        """Return the batch itself, whatever the device: a dry run has only one."""
         return self
 
 

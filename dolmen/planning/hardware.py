@@ -145,7 +145,7 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of all nodes."""
+        """Number of GPUs of the cluster, on all its nodes."""
         return self.nodes * self.gpus_per_node
 
 

@@ -42,7 +42,7 @@ class Serving:
 
     @property
     def held(self) -> int:
-        """Bytes of a GPU: weights, KV cache and other."""
+        """Bytes that one GPU holds in generation: weights, KV cache, context and workspace."""
         return self.weights + self.cache + self.other
 
 

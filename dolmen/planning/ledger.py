@@ -31,7 +31,9 @@ class Live(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds."""
+        """Bytes that a rank holds, summed over all kinds (parameters, gradients,
+        activations, ...).
+        """
         # of a NamedTuple: all kinds
         return sum(self)
 
@@ -108,12 +110,12 @@ class Ledger:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the step, repeated rows counted `times`."""
+        """FLOPs of the rank's step: each row's, times how often the step does it."""
         # rows of the steady state stand for many
         return sum(row.flops * row.times for row in self.rows)
 
     @property
     def peak(self) -> int:
-        """The most bytes of tensors that are held at once."""
+        """Peak bytes that the rank holds at once before or during the step."""
         # ledgers in closed form have no peaks by row
         return max([self.rest.total, *(row.peak or row.live.total for row in self.rows)])

@@ -38,7 +38,7 @@ class StageMemory:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak, `other` included."""
+        """Bytes of the rank at its peak: the tensors, and `other` (context, workspace)."""
         return self.live.total + self.other
 
 
@@ -163,7 +163,9 @@ class Compared(NamedTuple):
 
     @property
     def more_seconds(self) -> float:
-        """Seconds by which the links are busy longer with `counted` than with `closed_form`."""
+        """Seconds by which the links are busy longer with the bytes that the dry run counted than
+        with those of the closed form; negative if shorter.
+        """
         # time is proportional to bytes
         return self.seconds * (self.counted / self.closed_form - 1) if self.closed_form else 0.0
 
@@ -234,7 +236,7 @@ class Plan:
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of a step."""
+        """Tokens of one training step: sequences of the global batch times their length."""
         return self.sequence_length * self.global_batch_size
 
     @property

@@ -31,7 +31,7 @@ class ParameterCount:
 
     @property
     def number(self) -> int:
-        """Dense and expert parameters together."""
+        """Number of dense and expert parameters together."""
         return self.dense + self.experts
 
     @staticmethod
@@ -161,7 +161,7 @@ class ModelRanks:
 
     @cached_property
     def _first(self) -> ParamSpecs:
-        """Parameters of the embedding, held by the first stage."""
+        """Parameters of the embedding, which the first pipeline stage holds."""
         return self.spec.embedding.params(self.spec.hidden_size, self.spec.head.tied)
 
     @cached_property

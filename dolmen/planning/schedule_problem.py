@@ -248,7 +248,7 @@ class Partial:
 
     @property
     def span(self) -> float:
-        """Time at which the last action ends."""
+        """Time at which the last action so far ends."""
         return max(self.clock)
 
     def start(self, index: int) -> float | None:

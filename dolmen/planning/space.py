@@ -82,7 +82,7 @@ class LayoutChoice(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """The layout as a run has it."""
+        """The same choice as the `Layout` of a run, which has no microbatch size."""
         return Layout(**{k: v for k, v in self._asdict().items() if k != "microbatch_size"})
 
     @property

@@ -192,10 +192,10 @@ def _window(options: MegatronOptions) -> int | None:
 
 
 def _activation(options: MegatronOptions) -> Activation:
-    # the fused kernel is bias + GELU(tanh); without biases Megatron does not use it
     """Return the GELU of an MLP that is not gated: the tanh approximation where the fused kernel
     (which needs biases) or openai_gelu is used, else the exact one, as under onnx_safe always.
     """
+    # the fused kernel is bias + GELU(tanh); without biases Megatron does not use it
     fused = bool(options["bias_gelu_fusion"]) and _has_biases(options)
     if options["onnx_safe"]:
         return "gelu"

@@ -168,7 +168,7 @@ class ExportPlan:
         return -(-self.spec.vocab_size // of) * of
 
     def share(self, entry: StoredTensor) -> Share:
-        """Return how tp ranks shard a stored tensor."""
+        """Return how Megatron's tp ranks shard a stored tensor in this dialect."""
         if self.dialect.cuts_down and names.DOWN.fullmatch(entry.hf):
             return Share(0)
         return shares.share(entry, self.spec.params[entry.ours[0]])
@@ -372,7 +372,7 @@ class MegatronWriter:
 
     @property
     def _name(self) -> str:
-        """Name of the checkpoint's folder."""
+        """Name of the checkpoint's folder: iter_NNNNNNN, or release without updates."""
         return folders.names(self.iteration)[0]
 
     def write(self, folder: Path, pool: LayerPool) -> None:

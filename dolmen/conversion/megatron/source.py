@@ -260,7 +260,7 @@ class Megatron(Joined):
 
     @property
     def where(self) -> Path:
-        """Folder of the iteration."""
+        """Folder of the checkpoint (of one iteration)."""
         return self.checkpoint.folder
 
     @property
