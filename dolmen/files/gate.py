@@ -27,7 +27,7 @@ from dolmen.files.schema import Mismatch, check_value
 
 MIB = 2**20
 # First and last line of a YAML file that dolmen writes: one that lacks the last was cut short.
-FIRST, LAST = "# Whole to the line of three dots that is its last.\n", "\n...\n"
+FIRST, LAST = "# Written by dolmen. If the last line is not ..., the file was cut.\n", "\n...\n"
 # A string, to its end or the end of everything: possessive, so that no text takes longer than its
 # length (0.15 s for 10 MB of a tokenizer.json).
 STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)

@@ -228,9 +228,14 @@ class RemoteFolder:
                 data = self.read_block(name, start, min(start + BLOCK, stored.size))
                 os.pwrite(file.fileno(), data, start)
 
-            for _ in pool.map(copy, range(0, stored.size, BLOCK)):
-                pass
-            os.fsync(file.fileno())
+            try:
+                for _ in pool.map(copy, range(0, stored.size, BLOCK)):
+                    pass
+                os.fsync(file.fileno())
+            except OSError as error:
+                if error.errno is None:  # of the storage, whose error names the URL
+                    raise
+                raise OSError(error.errno, error.strerror, str(part)) from None
 
     def read_block(self, name: str, start: int, stop: int) -> bytes:
         """Return the bytes start:stop of an object; a request that fails or returns fewer is
@@ -367,11 +372,11 @@ def working_folder(url: str) -> Path:
     return local_copy(url, RUNS)
 
 
-def working_url(folder: Path) -> str | None:
+def working_url(folder: Path, inside: str | None = None) -> str | None:
     """Return the URL whose working folder `folder` is; None for a folder that is not in
-    ~/.cache/dolmen/runs.
+    ~/.cache/dolmen/runs. `inside`: another folder, of local copies of URLs.
     """
-    runs = expand(RUNS).absolute()
+    runs = expand(inside or RUNS).absolute()
     if not folder.absolute().is_relative_to(runs):
         return None
     scheme, _, path = folder.absolute().relative_to(runs).as_posix().partition("/")
@@ -416,10 +421,11 @@ def pull_files(
     if missing := [name for name in names if not is_copy(target / name, files[name])]:
         size = sum(files[name].size for name in missing)
         say(f"downloading {url}: {plural(len(missing), 'file')}, {megabytes(size)} -> {target}")
+    # first: a folder may have got the name of such a file, or a file that of a folder
+    _delete_others(target, files)
     for name in names:
         create_parents(target, name)
         remote.download(name, files[name], target / name, sums_check(url, name, sums.get(name)))
-    _delete_others(target, files)
     return [target / name for name in names]
 
 
@@ -443,6 +449,14 @@ def _delete_others(target: Path, files: Collection[str]) -> None:
             relative = str(file.relative_to(target))
             if relative.removesuffix(".part") not in files and not name.endswith(".lock"):
                 file.unlink(missing_ok=True)
+    for folder in filter(Path.is_dir, (target / name for name in files)):
+        # a file that was a folder of others, which have left their locks
+        for where, _, names in os.walk(folder, topdown=False):
+            for name in names:
+                if name.endswith(".lock"):
+                    Path(where, name).unlink(missing_ok=True)
+            with suppress(OSError):  # something else is there
+                os.rmdir(where)
 
 
 def pull(name: str | Path) -> str | Path:

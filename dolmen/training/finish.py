@@ -163,15 +163,15 @@ def _next(run: RunConfig, out: Path) -> str:
     train grpo after a reward model, chat after training on chats, verify for encoders (which cannot
     generate), or generate.
     """
+    name = mirror.run_name(out, run.checkpoint.to)
+    model = shlex.quote(f"{name}/hf")
     if not (out / "hf").exists():
-        return f"dolmen export {shlex.quote(str(out))} --to model/"
+        return f"dolmen export {shlex.quote(name)} --to model/"
     if run.objective.name == "reward":
-        return (
-            f"dolmen train grpo --reward {shlex.quote(str(out / 'hf'))} --init ... --data.path ..."
-        )
+        return f"dolmen train grpo --reward {model} --init ... --data.path ..."
     if run.data.rows == "chats":
-        return f"dolmen chat {shlex.quote(str(out / 'hf'))}"
+        return f"dolmen chat {model}"
     if run.spec.both_ways:
-        return f"dolmen verify {shlex.quote(str(out / 'hf'))}"
+        return f"dolmen verify {model}"
     prompt = next(iter((run.finish.sample or "").strip().splitlines()), "Once upon a time")
-    return f"dolmen generate {shlex.quote(str(out / 'hf'))} --prompt {shlex.quote(prompt)}"
+    return f"dolmen generate {model} --prompt {shlex.quote(prompt)}"

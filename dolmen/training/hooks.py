@@ -4,6 +4,7 @@ the first rank alone.
 
 import math
 import resource
+import sys
 import time
 from pathlib import Path
 
@@ -337,7 +338,11 @@ class TrainingHooks:
         try:
             self.snapshots.save(state.step, state.tensors(), self._checkpoint_state(state).meta())
         except (OSError, RuntimeError, CheckpointException) as error:
-            self.line.say(f"WARNING: the last snapshot in memory was not saved: {error}")
+            warning = "the last snapshot in memory was not saved"
+            if self.mesh.first:
+                self.line.say(f"WARNING: {warning}: {error}")
+            elif not isinstance(error, CheckpointException):  # which all ranks raise alike
+                print(f"WARNING: rank {self.mesh.rank}: {warning}: {error}", file=sys.stderr)
 
     def _checkpoint_state(self, state: TrainState) -> Saved:
         """Return what a checkpoint of this step stores besides tensors (state.json): options, step,

@@ -45,9 +45,10 @@ def check_out(out: Path, to: str | None, resume: bool, overwrite: bool) -> None:
     that --resume or --overwrite does not permit to continue or delete, or cannot be used. Nothing
     of the run is written.
     """
-    check_folder(out, resume, overwrite)
+    # first, as its message names what the user has given
     if to is not None:
         check_url(to, resume, overwrite)
+    check_folder(out, resume, overwrite)
 
 
 def check_url(url: str, resume: bool, overwrite: bool) -> None:
@@ -74,6 +75,13 @@ def check_url(url: str, resume: bool, overwrite: bool) -> None:
             f"a run at {url} would overwrite {', '.join(taken[:3])}, which dolmen did not write: "
             "move it, or give another --out or --checkpoint.to"
         )
+
+
+def run_name(out: Path, to: str | None) -> str:
+    """Return the name of a run for messages and commands: its URL `to` if `out` is only where it
+    works, else the folder `out`.
+    """
+    return to if to is not None and out == storage.working_folder(to) else str(out)
 
 
 def open_checkpoints(url: str, out: Path) -> RemoteCheckpoints:

@@ -14,10 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dolmen.checkpoint import folders
 from dolmen.checkpoint.folders import list_checkpoints
+from dolmen.checkpoint.reader import Reader
+from dolmen.checkpoint.remote import RemoteCheckpoints, pull_model
+from dolmen.core.filesystem import is_url
 from dolmen.core.messages import as_bad_input, escape
 from dolmen.evaluation.config import DuringConfig
-from dolmen.files import write
+from dolmen.files import storage, write
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import DTYPES
 from dolmen.training import worker
@@ -38,19 +42,16 @@ def replay(options: ReplayConfig, guarded: Guard) -> int:
     its exceptions. Raises BadInput for a run without receipts, a step without one, a machine with
     other bits, or a layout that exact numerics do not cover.
     """
-    run = Path(options.folder)
     with as_bad_input(ValueError, OSError):
+        run = pull_inputs(options.folder)
         config = read_run(run / "config.yaml")
         recorded = {row["step"]: row for row in read_receipts(run / RECEIPTS)}
         check(config, recorded, options)
-        before = max(
-            (s for s in list_checkpoints(run / "checkpoints") if s < options.step), default=0
-        )
+        before, checkpoint = find_checkpoint(options, run, config.checkpoint.to)
         config = without_outputs(config, options.layout)
     with tempfile.TemporaryDirectory(prefix="dolmen-replay-") as folder:
         out = Path(folder) / "run"
-        if before:
-            checkpoint = list_checkpoints(run / "checkpoints")[before]
+        if checkpoint is not None:
             shutil.copytree(checkpoint, out / "checkpoints" / checkpoint.name, copy_function=link)
             rows = [row for step, row in recorded.items() if step <= before]
             write.replace(out / RECEIPTS, dump_receipts(rows))
@@ -91,6 +92,35 @@ def check(config: RunConfig, recorded: Mapping[int, Receipt], options: ReplayCon
             f"this machine gives other bits than the run's in {', '.join(differing)}: replay on a "
             "CPU of the run's kind, with its versions of torch, MKL and oneDNN"
         )
+
+
+def pull_inputs(name: str) -> Path:
+    """Return the folder of the run `name`; of a URL that of local copies of its config.yaml and
+    receipts, which are downloaded. Raises ValueError or StorageError.
+    """
+    if not is_url(name):
+        return Path(name)
+    storage.pull_files(name, {"config.yaml", RECEIPTS}.intersection)
+    return storage.local_copy(name)
+
+
+def find_checkpoint(options: ReplayConfig, run: Path, to: str | None) -> tuple[int, Path | None]:
+    """Return the newest step before that of the options of which the run has a checkpoint, and the
+    folder of that, with all its files: those that another machine has saved are downloaded from the
+    run's URL. (0, None) without one. Raises ValueError or StorageError.
+    """
+    url = options.folder if is_url(options.folder) else None
+    local = list_checkpoints(run / "checkpoints")
+    steps = RemoteCheckpoints(f"{url}/checkpoints", run).list_complete() if url else local
+    before = max((step for step in steps if step < options.step), default=0)
+    if not before:
+        return 0, None
+    if url is not None:
+        return before, pull_model(f"{url}/checkpoints/{folders.name(before)}")
+    if to is not None:
+        remote = RemoteCheckpoints(f"{to}/checkpoints", run / "checkpoints")
+        Reader(local[before], remote.open_step(before)).fetch_all()
+    return before, local[before]
 
 
 def without_outputs(config: RunConfig, layout: Layout) -> RunConfig:

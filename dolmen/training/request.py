@@ -51,7 +51,7 @@ class ReplayConfig:
     """
 
     folder: Annotated[str, Mark.POSITIONAL]
-    """Folder of the run, trained with --train.numerics exact."""
+    """Folder or URL of the run, trained with --train.numerics exact."""
     step: Positive
     """Step to repeat; its receipt, and those since the checkpoint before it, are compared."""
     layout: Layout = Layout()

@@ -62,7 +62,7 @@ class Outcome:
     `val_sources_per_byte` and `val_sources_before` (before the first step) in bits per byte.
 
     `goodput` has the shares of wall time by phase, `slow_ranks` those that others waited for one
-    rank (training/goodput.py); both on the first rank.
+    rank (training/goodput.py); both as the first rank has measured them.
     """
 
     steps: int

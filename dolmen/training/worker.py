@@ -112,7 +112,9 @@ SPARE_PATIENCE = 120.0  # seconds without a store after which a spare gives up
 def wait_as_spare(out: Path, started: Launch, size: int) -> Outcome:
     """Wait, in a process that does not train, until the run of the first `size` processes has
     written its new summary.json in `out`, and return the outcome in it. A restart by the launcher
-    ends this process. Raises Failed if rank 0's rendezvous store has not answered for two minutes.
+    ends this process. If rank 0's rendezvous store has not answered for two minutes, the run had
+    ended before this process started: return the outcome in the older summary.json; without one,
+    raises Failed.
     """
     print(
         f"rank {started.rank} of {started.world_size} waits as a spare: {size} processes train",
@@ -126,6 +128,8 @@ def wait_as_spare(out: Path, started: Launch, size: int) -> Outcome:
         if process.store_answers():
             seen = time.monotonic()
         elif time.monotonic() - seen > SPARE_PATIENCE:
+            if file.exists():
+                break
             raise Failed(f"rank {started.rank} waited as a spare, and the store of rank 0 is gone")
     return read_summary(out)
 
@@ -209,13 +213,13 @@ def prepare(
     """Resolve and check the run for this number of processes (None: as the layout has), and
     tokenize its data into the cache. Return the resolved run with its data loader. A run that
     resumes from a URL is downloaded first. Raises BadInput for every error that can be found before
-    the first process starts.
+    the first process starts; and Failed in a restart where storage does not answer, as that passes.
 
     starts: this process starts the others, so it also checks the folder, the GPUs and the functions
     verify: also try the tokenizer's regular expressions, and compare the cache with its digests
     """
     config, out, handling = request.config, request.out, request.handling
-    with as_bad_input():
+    with as_bad_input(), restartable_storage():
         if starts:
             mirror.check_out(out, config.checkpoint.to, handling.resume, handling.overwrite)
         if handling.resume and config.checkpoint.to is not None:
@@ -234,6 +238,19 @@ def prepare(
                 check_resume(config, out)
             try_functions(config)
         return Prepared(resolved, load_data(resolved, data, progress=True, verify=verify))
+
+
+@contextmanager
+def restartable_storage() -> Iterator[None]:
+    """Context manager: in a restart a StorageError is raised as Failed, which ends this process for
+    the launcher to start it again: the run has found its storage before.
+    """
+    try:
+        yield
+    except StorageError as error:
+        if process.restarts():
+            raise Failed(str(error)) from None
+        raise
 
 
 DEVICE = "train.device"
@@ -320,6 +337,10 @@ def worker(
                 f"saved; resume with dolmen train {config_file} --resume",
                 flush=True,
             )
+        # of the first rank, which alone has measured them
+        shares = [outcome.goodput, outcome.slow_ranks]
+        dist.broadcast_object_list(shares)
+        outcome = replace(outcome, goodput=shares[0], slow_ranks=shares[1])
         # no rank leaves before the first has written the summary
         dist.barrier()
     return outcome

@@ -188,12 +188,18 @@ class Watched:
             policy=f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
             f"script-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'{connect}",
             title=escape(names if len(self.runs) <= 4 else plural(len(self.runs), "run")),
-            under=escape(", ".join(str(run.folder) for run in self.runs)),
+            under=escape(", ".join(_shown_folder(run.folder) for run in self.runs)),
             live="" if every is None else f' data-every="{every:g}"',
             figures="\n".join(map(_group_html, GROUPS)),
             data=escape_script_json(self.data()),
             script=script,
         )
+
+
+def _shown_folder(folder: Path) -> str:
+    """Return the URL of which `folder` is a local copy or working folder, else its path."""
+    url = storage.working_url(folder) or storage.working_url(folder, storage.COPIES)
+    return url or str(folder)
 
 
 def escape_script_json(value: Any) -> str:

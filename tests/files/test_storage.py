@@ -2,6 +2,7 @@
 leaves nothing that looks whole.
 """
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -223,6 +224,31 @@ def test_hostile_listing_is_bounded(system):
     system.pipe_file("/bucket/model/big", b"x" * 100)
     with pytest.raises(Refused, match="has more than 10 bytes"):
         RemoteFolder(URL).read("big", StoredFile(100, 0), 10)
+
+
+def test_a_file_may_become_a_folder_and_back(system):
+    for names in (("a", "c"), ("a/b", "c"), ("a", "c/d/e")):
+        system.store.clear()
+        for name in names:
+            system.pipe_file(f"/bucket/moving/{name}", name.encode())
+        copy = storage.pull_folder("faulty://bucket/moving")
+        assert {str(p.relative_to(copy)) for p in copy.rglob("*") if p.is_file()} - {
+            "a.lock",
+            "a/b.lock",
+            "c.lock",
+            "c/d/e.lock",
+        } == {*names}
+
+
+def test_a_full_disk_is_named_with_the_file(system, monkeypatch):
+    system.pipe_file("/bucket/big/a", b"content")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(storage.os, "pwrite", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*big/a\.part'"):
+        storage.pull_folder("faulty://bucket/big")
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "file:///tmp/run", "memory://a/b c/d"])

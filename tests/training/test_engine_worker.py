@@ -20,10 +20,11 @@ from tinyrun import rows
 
 import dolmen
 from dolmen.checkpoint.folders import Damaged
+from dolmen.checkpoint.remote import Superseded
 from dolmen.checkpoint.store import NotSaved
 from dolmen.core.determinism import NotDeterministic
 from dolmen.core.environment import Launch
-from dolmen.core.messages import BadInput, Failed
+from dolmen.core.messages import BadInput, Failed, as_bad_input
 from dolmen.files.storage import StorageError
 from dolmen.training import ray_train
 from dolmen.training import worker as workers
@@ -121,8 +122,20 @@ def test_processes_that_dp_cannot_use_wait_as_spares(material, tmp_path, launche
     assert dolmen.worker(str(material.file), spares=True, **options) == done
     timer.join()
     monkeypatch.setattr(workers, "SPARE_PATIENCE", 0.0)
+    # the run had ended before the spare started
+    assert dolmen.worker(str(material.file), spares=True, **options) == done
+    (out / "summary.json").unlink()
     with pytest.raises(dolmen.Failed, match="rank 2 waited as a spare"):
         dolmen.worker(str(material.file), spares=True, **options)
+
+
+def test_storage_that_is_gone_is_restarted_but_no_first_start(monkeypatch):
+    for count, kind in ((0, BadInput), (1, dolmen.Failed)):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(count))
+        with pytest.raises(kind, match="s3://bucket: gone") as raised:
+            with as_bad_input(), workers.restartable_storage():
+                raise StorageError("s3://bucket: gone")
+        assert not getattr(raised.value, "final", False)
 
 
 def test_errors_have_types(material, tmp_path, launched, monkeypatch):
@@ -151,6 +164,7 @@ def test_errors_have_types(material, tmp_path, launched, monkeypatch):
         (StorageError("a bucket"), Failed, False),
         (FloatingPointError("a loss"), Failed, True),
         (NotDeterministic("an operator"), Failed, True),
+        (Superseded("x"), Failed, True),
         *((OSError(number, "a disk"), Failed, False) for number in workers.OUTSIDE),
         (OSError(errno.EBADF, "a bug"), OSError, None),
         (KeyError("a bug"), KeyError, None),

@@ -15,6 +15,7 @@ from tinyrun import Material, losses, same, tensors
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.core.state import local_view
+from dolmen.files import storage
 from dolmen.model.layout import Layout
 from dolmen.ops import invariant
 from dolmen.ops.numerics import Exact
@@ -360,6 +361,19 @@ def test_a_step_is_replayed(material, tmp_path, capsys):
     (tmp_path / "receipts.jsonl").write_text(receipt.dump_receipts(rows))
     assert replay.replay(options, lambda work: work()) == 1
     assert "steps 4 to 5: loss differs first in step 5, of 0 weights" in capsys.readouterr().out
+
+
+def test_a_step_of_a_run_at_a_url_is_replayed(material, tmp_path, monkeypatch):
+    """By its URL, and by a folder whose checkpoints another machine has saved."""
+    monkeypatch.setattr(storage, "COPIES", str(tmp_path / "copies"))
+    url, out = f"file://{tmp_path}/bucket", tmp_path / "run"
+    checkpoint = {"every": 3, "to": url}
+    run = config(material, layout={"dp": 1}, optimizer=UPDATE, checkpoint=checkpoint)
+    run_training(run, out, SINGLE, Console(quiet=True))
+    for folder in (url, str(out)):
+        for file in (out / "checkpoints").rglob("*.distcp"):
+            file.unlink()
+        assert replay.replay(ReplayConfig(folder, 5), lambda work: work()) == 0
 
 
 def test_a_damaged_receipt_reaches_no_terminal(material, tmp_path, monkeypatch, capsys):
