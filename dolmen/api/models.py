@@ -73,6 +73,8 @@ class GenerationOptions(TypedDict, total=False):
     """
     weights: Literal["stated", "int8"]
     """int8: matrix products in 8 bits (W8A8), with a scale per output row and per token."""
+    compile: bool
+    """Compile decode steps with torch.compile, once per model and process."""
     speculative: Mapping[str, Any]
     """Speculative decoding, as {"method": "ngram"} or {"method": "draft", "model": FOLDER}."""
 

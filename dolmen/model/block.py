@@ -24,8 +24,10 @@ value, and any other raises an error when the model is built.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import Any, Generic, TypeVar
 
+import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
@@ -125,6 +127,19 @@ class TransformerBlock(nn.Module, Generic[C]):
         """Return the modules of the block that FSDP gathers and reduces as units of their own."""
         return [*self.attn.units(), *self.mlp.units()]
 
+    def compute_compiled(
+        self, x: Float[Tensor, "here hidden"], inputs: LayerInputs, cache: LayerCache
+    ) -> Float[Tensor, "here hidden"]:
+        """Return `compute` of a forward that only decodes, compiled with torch.compile unless mixer
+        or mlp has data-dependent shapes. One graph serves all blocks of a kind, as their weights
+        are its inputs.
+        """
+        if not (self.attn.static and self.mlp.static):
+            return self.compute(x, inputs, cache)
+        # an engine disables what is compiled for training, whose graphs are of other shapes
+        with torch.compiler.set_stance("default"):
+            return _compile(type(self).compute)(self, x, inputs, cache)
+
     def compile_static(self) -> None:
         """Compile the block with torch.compile; if mixer or mlp has data-dependent shapes (an MoE
         layer), compile the static ones of the two only.
@@ -134,6 +149,13 @@ class TransformerBlock(nn.Module, Generic[C]):
         static = [layer for layer in layers if layer.static]
         for module in static if len(static) < len(layers) else [self]:
             module.compile()
+
+
+@cache
+def _compile(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a block's `compute` compiled with torch.compile."""
+    # packed weights have no strides, which the graph would compare
+    return torch.compile(compute, options={"size_asserts": False})
 
 
 class SequentialBlock(TransformerBlock[Component]):

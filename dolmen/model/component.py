@@ -91,6 +91,11 @@ class ForwardCache(Protocol):
         ...
 
     @property
+    def is_compiled(self) -> bool:
+        """True if compiled blocks compute the forward: one new token of each sequence."""
+        ...
+
+    @property
     def layers(self) -> Sequence[LayerCache]:
         """KV cache of each layer, by its number in the model."""
         ...

@@ -26,7 +26,7 @@ ranks of tp and cp; each rank takes its part. With several stages per rank, `par
 them a call runs, and the stage boundary has the shape of `boundary`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -35,6 +35,7 @@ from torch import Tensor, nn
 
 from dolmen.core.device import scalar_tensor
 from dolmen.core.state import Places, dtype_of, local
+from dolmen.core.torch_private import compute
 from dolmen.model.block import HEADS, TransformerBlock, build_block, check_supported
 from dolmen.model.component import (
     ForwardCache,
@@ -380,12 +381,20 @@ class Decoder(nn.Module):
         assert y is not None, "a stage that is not the first is given x"
         # once per forward and kind of layer: 2 tables for Gemma 3's 26 to 62 layers
         known = self.position_inputs(part, ids, self._lengths(tokens, cache, positions))
+        caches = None if cache is None else cache.layers
+        if cache is not None and cache.is_compiled:
+            _mark_tokens(y, known.values())
         for i, block in zip(here.layers, self.blocks(part), strict=True):
-            layer_cache = None if cache is None else cache.layers[i]
             mixer = self.spec.blocks[i].mixer
             where = known[mixer.positions, mixer.heads]
             # a layer's positions, router losses and noise
-            y = block(y, inputs.for_layer(i, where, (balance or {}).get(i), routes), layer_cache)
+            layer = inputs.for_layer(i, where, (balance or {}).get(i), routes)
+            if caches is None:
+                y = block(y, layer)
+            elif cache is not None and cache.is_compiled:
+                y = block.compute_compiled(y, layer, caches[i])
+            else:
+                y = block(y, layer, caches[i])
         return self._apply_head(y, len(tokens), end) if here.last else y
 
     def _embed_tokens(self, tokens: Tensor, positions: Tensor, inputs: LayerInputs) -> Tensor:
@@ -549,3 +558,12 @@ class Decoder(nn.Module):
         # of the whole batch, so that dropout does not depend on the layout
         rows = noise.sequences[:, None] * length + index
         return noise, tensor.local_tokens(rows.reshape(-1), self.tp)
+
+
+def _mark_tokens(x: Tensor, tables: Iterable[PositionInputs]) -> None:
+    """Tell torch.compile that the number of tokens of x [tokens, hidden] and of the position inputs
+    may change from forward to forward.
+    """
+    compute.mark_dynamic(x, 0)
+    for tensor_ in (t for table in tables for t in table if t is not None):
+        compute.mark_dynamic(tensor_, 1)

@@ -97,6 +97,8 @@ class RolloutConfig:
     8-bit integers, on a CPU; the sampling probabilities are then not the policy's, which needs
     --rollout.importance-sampling-cap.
     """
+    compile: bool = False
+    """Compile the decode steps of rollouts, as --compile of `dolmen generate` does."""
     speculative: SpeculativeConfig = SpeculativeConfig()
     offload: Literal["none", "cpu"] = "none"
     """Placement of models while they are not in use. none: on the device. cpu: in pinned host

@@ -197,19 +197,22 @@ def generate_completions(
     max_num_seqs: int,
     weights: Weights = "stated",
     proposer: Proposer | None = None,
+    compile: bool = False,
 ) -> list[Completion]:
     """Return a completion of each prompt, in order, on every rank of `mesh`. Each data-parallel
     copy of the model generates its share of the prompts, at most `max_num_seqs` at the same time.
     `names` and `seed` determine the random numbers. `weights`: int8 multiplies integers.
-    `proposer`: drafts tokens (speculative decoding). Raises ValueError for logits that are not
-    finite.
+    `proposer`: drafts tokens (speculative decoding). `compile`: compile decode steps. Raises
+    ValueError for logits that are not finite.
     """
     # rounded up: the last copies may have fewer prompts, or none
     share = -(-len(prompts) // mesh.dp.size)
     local = range(mesh.dp.rank * share, min(len(prompts), (mesh.dp.rank + 1) * share))
     completions: list[Completion] = []
     limits = Limits(rows=max_num_seqs)
-    with Engine(model, limits=limits, weights=weights, proposer=proposer) as engine:
+    with Engine(
+        model, limits=limits, weights=weights, proposer=proposer, compile=compile
+    ) as engine:
         index_of = {}
         for i in local:
             limited = replace(options, max_new_tokens=max_new_tokens[i])

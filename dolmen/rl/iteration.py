@@ -321,7 +321,7 @@ class RolloutBatches:
             """
             return generate_completions(
                 *(model, mesh, texts, names, max_new_tokens, options, setup.seed),
-                *(config.max_num_seqs, config.weights, self.models.proposer),
+                *(config.max_num_seqs, config.weights, self.models.proposer, config.compile),
             )
 
         if self.multi_turn is None:

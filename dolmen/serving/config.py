@@ -42,6 +42,17 @@ class Numerics:
     """auto takes the GPUs if any are visible, else the CPU."""
 
 
+@config(kw_only=True)
+class Decoding(Numerics):
+    """Options of the verbs that decode tokens."""
+
+    compile: bool = False
+    """Compile decode steps with torch.compile (vLLM's default, without --enforce-eager). The first
+    start compiles for half a minute, later ones take the graphs from the cache of torch. Tokens
+    differ from those of uncompiled steps in near ties alone. Needs a C++ compiler on a CPU.
+    """
+
+
 @config("speculative", kw_only=True)
 class SpeculativeConfig:
     """Speculative decoding: tokens are drafted, and one forward of the model verifies several of
@@ -167,7 +178,7 @@ FILE_OPTIONS = ("output", "best", "reward", "resume", "skip_bad", "max_input_tok
 
 
 @config(kw_only=True)
-class GenerateConfig(Numerics, Sampling):
+class GenerateConfig(Decoding, Sampling):
     """Generate completions: of --prompt, printed, or of all rows of a file, written to another
     file. Decoding is greedy unless --temperature or the model's generation_config.json sets a
     temperature.
@@ -242,7 +253,7 @@ class GenerateConfig(Numerics, Sampling):
 
 
 @config(kw_only=True)
-class ChatConfig(Numerics, Sampling):
+class ChatConfig(Decoding, Sampling):
     """Chat with a model that has a chat template. Replies are streamed; Ctrl-C interrupts a reply,
     not the chat. /help lists further commands.
     """
@@ -259,7 +270,7 @@ class ChatConfig(Numerics, Sampling):
 
 
 @config(kw_only=True)
-class ServeConfig(Numerics):
+class ServeConfig(Decoding):
     """Serve a model over HTTP with OpenAI's API: completions and chat completions, streamed or not,
     to many clients at once. Needs an extra: pip install 'dolmen[serve]'.
 

@@ -34,6 +34,7 @@ from dolmen.conversion.hf import stated_dtype
 from dolmen.conversion.source import ModelSource, load_weights
 from dolmen.conversion.weights import check_whole
 from dolmen.core.mesh import SINGLE, Mesh
+from dolmen.core.torch_private import compute
 from dolmen.data.batch import Batch
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.families import special_tokens
@@ -149,6 +150,7 @@ def open_engine(
         weights=config.weights,
         adapters=multi_lora.place_adapters(low_rank, model, mesh),
         proposer=proposer,
+        compile=config.compile,
     ) as engine:
         yield engine
 
@@ -230,6 +232,7 @@ class Engine:
         weights: Weights = "stated",
         adapters: Adapters | None = None,
         proposer: Proposer | None = None,
+        compile: bool = False,
     ):
         """Check that the model can generate; nothing is allocated yet.
 
@@ -237,8 +240,8 @@ class Engine:
         `mesh`: that of the model, where it is split over pp. `weights`: int8 quantizes matrices,
         with a scale per row. `adapters`: LoRA adapters that requests may name
         (`adapters.place_adapters`). `proposer`: drafts tokens (speculative decoding); None: no
-        drafts. Raises ValueError for a bidirectional model, for several stages on a rank, and where
-        int8 is impossible.
+        drafts. `compile`: compile decode steps. Raises ValueError for a bidirectional model, for
+        several stages on a rank, and where int8 or compiled steps are impossible.
         """
         spec = model.spec
         if spec.both_ways:
@@ -259,11 +262,13 @@ class Engine:
         if weights == "int8":
             device = model.device.type
             check_int8(spec, device, sharded=bool(data.units(model)))
+        if compile:
+            _check_compile(model, adapters)
         self.model, self.mesh, self.limits = model, mesh, limits
         self._weights: Weights = weights
         self.adapters = adapters or Adapters()
         self._stop = frozenset(stop)
-        self._runner = ModelRunner(model, mesh, limits.page, self.adapters)
+        self._runner = ModelRunner(model, mesh, limits.page, self.adapters, compile)
         self._scheduler = Scheduler(limits, spec.has_prefix_mask, self._runner.cache.table)
         # vocabularies are often padded (to a multiple of 64 or tp): those rows have no text
         self._never = sorted(set(range(spec.vocab_size)) - set(known)) if known else []
@@ -470,6 +475,27 @@ class Engine:
             # rope scaling changes with the length: cached keys have other angles
             self._scheduler.free(key, group)
             group.length = len(group.tokens)
+
+
+def _check_compile(model: Decoder, adapters: Adapters | None) -> None:
+    """Raise ValueError where decode steps of a model cannot be compiled."""
+    ranks = model.tp.axis.size
+    if ranks > 1:
+        raise ValueError(
+            f"--compile compiles no sums over tp, but tp is {ranks}: leave out one of --compile "
+            "and --layout.tp"
+        )
+    if adapters is not None and adapters.names:
+        raise ValueError(
+            "--compile compiles no products with adapters of several requests: leave out one of "
+            "--compile and --adapters"
+        )
+    if data.units(model):
+        raise ValueError("--compile needs whole weights, but ZeRO shards the model's: use zero 0")
+    if model.device.type == "cpu" and not compute.find_compiler():
+        raise ValueError(
+            "--compile needs a C++ compiler, but torch finds none: install g++, or leave it out"
+        )
 
 
 @contextmanager

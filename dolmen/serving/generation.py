@@ -320,6 +320,7 @@ def generate_samples(
         weights=config.weights,
         adapters=adapters,
         proposer=proposer,
+        compile=config.compile,
     ) as running:
         for i, prompt in enumerate(prompts):  # request i has number i
             running.add(

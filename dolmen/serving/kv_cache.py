@@ -36,6 +36,8 @@ head_dim numbers per token and layer in the dtype of the compute), or a latent a
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64
@@ -44,6 +46,7 @@ from torch import Tensor
 from dolmen.core.device import to_device
 from dolmen.core.log import size
 from dolmen.core.messages import plural
+from dolmen.core.torch_private import compute
 from dolmen.model.component import PagedAttention, SequenceAttention
 from dolmen.model.spec import ModelSpec, PositionSpan
 from dolmen.ops.attention import Documents
@@ -119,14 +122,14 @@ class KVPool:
         if not self.kept:
             # heads and sizes are known only from the first keys and values of a mixer
             self.kept = tuple(t.new_zeros((0, t.shape[1], page_size, t.shape[2])) for t in new)
-        self._grow(total)
+        self.grow(total)
         for layer_pool, tensor in zip(self.kept, new, strict=True):
             # [pages, page_size, kv_heads, size] as a view, indexed by (page, place): one scatter
             layer_pool.transpose(1, 2)[slots] = tensor
 
     def copy(self, page: int, to: int, total: int) -> None:
         """Copy the contents of a page onto page `to`, after growing the pool to `total` pages."""
-        self._grow(total)
+        self.grow(total)
         for layer_pool in self.kept:
             layer_pool[to] = layer_pool[page]
 
@@ -148,7 +151,7 @@ class KVPool:
         """
         self.kept = tuple(layer_pool.index_select(0, before) for layer_pool in self.kept)
 
-    def _grow(self, total: int) -> None:
+    def grow(self, total: int) -> None:
         """Grow each tensor of the pool to `total` pages if it has fewer; new pages are 0."""
         if self.kept and len(self.kept[0]) < total:
             self.kept = tuple(_grow_tensor(layer_pool, total) for layer_pool in self.kept)
@@ -195,11 +198,49 @@ class CacheBatch:
     page_size: int
     total: int
     """Pages of each pool."""
+    compile: bool
+    """True if compiled blocks compute forwards that only decode."""
+
+    @cached_property
+    def layers(self) -> list["LayerBatch"] | list["DecodeLayer"]:
+        """The batch with the pool of each layer of the model, in order."""
+        pages = self.pages
+        if not isinstance(pages, Pages) or pages.width > 1 or pages.shared is not None:
+            return [LayerBatch(self, pool) for pool in self.pools]
+        # nothing to prefill, no padding, and pools that are allocated
+        only = self.decodes == self.num_tokens == self.positions.shape[2]
+        if not only or not any(pool.kept for pool in self.pools):
+            return [LayerBatch(self, pool) for pool in self.pools]
+        return [DecodeLayer(pool.kept, self.slots, pages) for pool in self.pools]
 
     @property
-    def layers(self) -> list["LayerBatch"]:
-        """The batch with the pool of each layer of the model, in order."""
-        return [LayerBatch(self, pool) for pool in self.pools]
+    def is_compiled(self) -> bool:
+        """See `ForwardCache`."""
+        return self.compile and isinstance(self.layers[0], DecodeLayer)
+
+
+class DecodeLayer(NamedTuple):
+    """A forward of one new token of each sequence in one layer, in tensors alone, so that
+    torch.compile makes one graph for all layers and steps. Implements `LayerCache` of the model.
+    """
+
+    kept: tuple[Tensor, ...]
+    """Pool of the layer."""
+    slots: tuple[Tensor, Tensor]
+    """See `CacheBatch`."""
+    pages: Pages
+
+    def attend(
+        self,
+        q: Float[Tensor, "1 tokens heads size"],
+        new: Sequence[Float[Tensor, "1 tokens kv_heads _"]],
+        of_pages: PagedAttention,
+        of_texts: SequenceAttention,
+    ) -> Float[Tensor, "tokens heads value_size"]:
+        """Write the new keys and values to the pool, then attend to the pages."""
+        for layer_pool, tensor in zip(self.kept, new, strict=True):
+            layer_pool.transpose(1, 2)[self.slots] = tensor[0]
+        return of_pages(q[0], *self.kept, self.pages)
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,11 +292,12 @@ class KVCache:
     sequences.
     """
 
-    def __init__(self, model: ModelSpec, page_size: int = PAGE_SIZE):
+    def __init__(self, model: ModelSpec, page_size: int = PAGE_SIZE, compile: bool = False):
         """Create an empty cache for the layers of `model`; memory is allocated with the first
-        tokens. `page_size`: tokens per page.
+        tokens. `page_size`: tokens per page. `compile`: compile decode steps, of which one with a
+        single sequence is then computed as one with several, whose shapes no length changes.
         """
-        self.table, self.streams = BlockTable(page_size), model.streams
+        self.table, self.streams, self.compile = BlockTable(page_size), model.streams, compile
         self.by_length = model.by_length
         # all layers have a pool; those of other stages stay empty
         self.pools = [KVPool() for _ in model.blocks]
@@ -308,20 +350,27 @@ class KVCache:
         if self.by_length:
             known = lengths or table.lengths
             token_lengths = torch.tensor([[known[s] for s in owner] + [1] * padding])
+        slots = to_device(torch.tensor(pages), device), to_device(places, device)
+        decode_pages = self._decode_pages(decodes, device) if decodes else None
+        if self.compile and isinstance(decode_pages, Pages):
+            pools = [t for pool in self.pools for t in pool.kept]
+            for changing in (*slots, decode_pages.owner, decode_pages.back, *pools):
+                compute.mark_dynamic(changing, 0)
         return CacheBatch(
             sequences=order,
             positions=to_device(positions, device)[:, None],
             lengths=None if token_lengths is None else to_device(token_lengths, device),
             longest=max(table.lengths[sequence] for sequence in order),
             num_tokens=len(index),
-            slots=(to_device(torch.tensor(pages), device), to_device(places, device)),
+            slots=slots,
             decodes=sum(decodes.values()),
             spread=_spread(list(decodes.values()), device),
-            pages=self._decode_pages(decodes, device) if decodes else None,
+            pages=decode_pages,
             groups=groups,
             pools=self.pools,
             page_size=table.page_size,
             total=table.total,
+            compile=self.compile,
         )
 
     def fork(self, parent: int, child: int) -> None:
@@ -365,6 +414,8 @@ class KVCache:
             before = to_device(torch.tensor(moved, dtype=torch.int64), device)
             for pool in self.pools:
                 pool.compact(before)
+        for pool in self.pools:
+            pool.grow(self.table.total)
         self._record_usage()
 
     def _prefill_groups(
@@ -402,7 +453,7 @@ class KVCache:
         last token the page begins (-1: nobody sees it). A shared page has one more entry per owner.
         """
         sequences, width = list(new), max(new.values())
-        if len(sequences) == 1:
+        if len(sequences) == 1 and not self.compile:
             return self._single_decode(sequences[0], width, device)
         table, page_list, owner, back = self.table, [], [], []
         shared = table.shared_pages(sequences)

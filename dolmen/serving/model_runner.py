@@ -73,9 +73,18 @@ class ModelRunner:
     on.
     """
 
-    def __init__(self, model: Decoder, mesh: Mesh, page_size: int, adapters: Adapters):
-        """Creates an empty KV cache. `page_size`: tokens per page of it."""
-        self.model, self.mesh, self.cache = model, mesh, KVCache(model.spec, page_size)
+    def __init__(
+        self,
+        model: Decoder,
+        mesh: Mesh,
+        page_size: int,
+        adapters: Adapters,
+        compile: bool = False,
+    ):
+        """Creates an empty KV cache. `page_size`: tokens per page of it. `compile`: compile the
+        blocks for forwards that only decode.
+        """
+        self.model, self.mesh, self.cache = model, mesh, KVCache(model.spec, page_size, compile)
         self.adapters = adapters
         self._sends: list[tuple[dist.Work, Tensor]] = []
 

@@ -214,7 +214,7 @@ PAUSE = 0.02  # seconds between two looks at the store of a rank that has nothin
 DECIDING = (
     "max_new_tokens min_new_tokens temperature top_k top_p min_p repetition_penalty "
     "presence_penalty frequency_penalty logit_bias stop num_samples logprobs max_input_tokens "
-    "skip_bad seed dtype weights"
+    "skip_bad seed dtype weights compile"
 ).split()
 
 

@@ -153,7 +153,8 @@ AFTER = f"""
     rollout.reward-kl-coef rollout.max-resamples rollout.overlong-buffer
     rollout.overlong-penalty-factor rollout.mask-truncated-completions
     rollout.no-mask-truncated-completions rollout.importance-sampling-cap
-    rollout.max-off-policy-steps rollout.tp rollout.max-num-seqs rollout.weights rollout.offload
+    rollout.max-off-policy-steps rollout.tp rollout.max-num-seqs rollout.weights
+    rollout.compile rollout.no-compile rollout.offload
     rollout.routing-replay rollout.no-routing-replay rollout.max-turns rollout.timeout-seconds
     rollout.on-failure rollout.log-completions
     rollout.speculative.method rollout.speculative.num-speculative-tokens
@@ -206,14 +207,18 @@ OTHERS = {
         "optimizer.beta1 optimizer.beta2 optimizer.eps optimizer.clip"
     ),
     "generate": (
-        f"help {SAMPLING} dtype weights device prompt input output adapters adapter stop "
-        "num-samples best reward logprobs max-input-tokens max-row-bytes resume no-resume skip-bad "
-        f"no-skip-bad max-batch-tokens seed {SPECULATIVE} layout.tp layout.pp layout.dp"
+        f"help {SAMPLING} dtype weights device compile no-compile prompt input output "
+        "adapters adapter stop num-samples best reward logprobs max-input-tokens max-row-bytes "
+        f"resume no-resume skip-bad no-skip-bad max-batch-tokens seed {SPECULATIVE} "
+        "layout.tp layout.pp layout.dp"
     ),
-    "chat": f"help {SAMPLING} dtype weights device system stop seed {SPECULATIVE}",
+    "chat": (
+        f"help {SAMPLING} dtype weights device compile no-compile system stop seed {SPECULATIVE}"
+    ),
     "serve": (
-        "help dtype weights device host port key key-file name adapters max-length max-rows "
-        "max-waiting max-batch-tokens max-cache-tokens max-body-bytes max-connections "
+        "help dtype weights device compile no-compile host port key key-file name adapters "
+        "max-length max-rows max-waiting max-batch-tokens max-cache-tokens max-body-bytes "
+        "max-connections "
         f"max-head-bytes head-time time-limit grace {SPECULATIVE} layout.tp"
     ),
     "evaluate": (

@@ -182,6 +182,18 @@ def _():
     assert private("compute.can_prepack")() == torch.backends.mkldnn.is_available()
 
 
+@claim("compute.find_compiler")
+def _():
+    """The first of those that torch is set to look for that is there."""
+    from torch._inductor import config
+
+    find = private("compute.find_compiler")
+    with config.patch({"cpp.cxx": ("no-such-compiler", sys.executable)}):
+        assert find() == sys.executable
+    with config.patch({"cpp.cxx": ("no-such-compiler",)}):
+        assert find() == ""
+
+
 @claim("compute.version_of")
 def _():
     """Of what is written through a view too."""
@@ -545,7 +557,7 @@ def _():
 
 
 # the compiler asks who compiles C++ here
-STARTS = {"compute.transpose_contiguous": pytest.mark.spawn}
+STARTS = dict.fromkeys(["compute.transpose_contiguous", "compute.find_compiler"], pytest.mark.spawn)
 
 
 @pytest.mark.parametrize(

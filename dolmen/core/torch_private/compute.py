@@ -69,6 +69,15 @@ def multiply_integers(
     to fp32 before the scale. s8 in place of u8 takes a slow loop. What torch.compile makes of
     quantized models, and eager torch nowhere else. 2.11 to 2.13.
     """
+    if torch.compiler.is_compiling():
+        return torch.ops.dolmen.multiply_integers(x, weight, scale, zeros, zero_point)
+    return _multiply_integers(x, weight, scale, zeros, zero_point)
+
+
+def _multiply_integers(
+    x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor, zero_point: int
+) -> Tensor:
+    """`multiply_integers` by torch's operator."""
     return torch.ops.onednn.qlinear_pointwise.default(
         x, 1.0, zero_point, weight, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
     )
@@ -95,7 +104,33 @@ def prepack_weight(weight: Tensor, rows: int) -> Tensor:
 
 def prepacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return x W^T + b, `weight` being packed by `prepack_weight`. 2.11 to 2.13."""
+    if torch.compiler.is_compiling():
+        return torch.ops.dolmen.prepacked_linear(x, weight, bias)
+    return _prepacked_linear(x, weight, bias)
+
+
+def _prepacked_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`prepacked_linear` by torch's operator."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+# Operators of our own that call torch's two: torch.compile takes packed weights of torch's own
+# operators for constants of the graph, and raises an error where they are its inputs.
+_library = torch.library.Library("dolmen", "DEF")
+_library.define("prepacked_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.define(
+    "multiply_integers(Tensor x, Tensor w, Tensor scale, Tensor zeros, int z) -> Tensor"
+)
+for _key in ("CPU", "MkldnnCPU"):  # packed weights have a dispatch key of their own
+    _library.impl("prepacked_linear", _prepacked_linear, _key)
+    _library.impl("multiply_integers", _multiply_integers, _key)
+# what the compiler sees of a packed weight has the shape of the plain one
+_library.impl("prepacked_linear", lambda x, w, _: x.new_empty(len(x), len(w)), "Meta")
+_library.impl(
+    "multiply_integers",
+    lambda x, _, scale, *__: x.new_empty(len(x), len(scale), dtype=torch.float32),
+    "Meta",
+)
 
 
 def can_prepack() -> bool:
@@ -129,6 +164,18 @@ def has_amx() -> bool:
     the compiler. 2.11 to 2.13.
     """
     return torch.cpu._is_amx_tile_supported()
+
+
+def find_compiler() -> str:
+    """Return the C++ compiler that torch.compile takes on a CPU; "" if there is none. 2.11 to
+    2.13.
+    """
+    from torch._inductor import cpp_builder, exc  # here, as it imports the compiler
+
+    try:
+        return cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler:
+        return ""
 
 
 def mark_dynamic(x: Tensor, dim: int) -> None:

@@ -45,6 +45,8 @@ class Pages:
         """Return the mask of the keys in each page, True where a query does not see the key (it
         lies behind the query, before its window, or is no token); cached per window.
         """
+        if torch.compiler.is_compiling():  # a part of the kernel that uses it
+            return _hidden(_distances(self.back, self.width), window)
         if window not in self._seen:
             self._seen[window] = _hidden(_distances(self.back, self.width), window)
         return self._seen[window]
