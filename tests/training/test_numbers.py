@@ -203,6 +203,14 @@ def test_the_measured_peak_is_two_flops_per_multiply_add(monkeypatch):
     assert found == pytest.approx(2 * 1024**3 / 3600)
 
 
+@pytest.mark.parametrize("other, epochs", [(0.25, "1 to 5"), (0.05, "1")])
+def test_epochs_that_are_left_are_a_range_where_sources_differ(other, epochs):
+    rates = {"a": 0.05, "b": other}
+    loader = SimpleNamespace(epochs=lambda step: {name: step * r for name, r in rates.items()})
+    text = report.describe_length(SimpleNamespace(step=5, steps=25), loader, 1000)
+    assert text == f"steps 5 to 25, 20 k tokens, {epochs} epochs"
+
+
 def test_epochs(ran, material):
     """Samples read over those of an epoch: one per 16 tokens of the training text."""
     found, outcome = ran
