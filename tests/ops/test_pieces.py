@@ -92,6 +92,19 @@ def test_a_zero_centred_norm():
     assert not torch.equal(norm(half, small), norm(half, torch.zeros_like(small)))
 
 
+@pytest.mark.parametrize("zero_centred", [False, True])
+def test_the_norm_that_the_compiler_traces_is_the_same(zero_centred, monkeypatch):
+    inputs = normal(5, 7), normal(7)
+
+    def found():
+        y = rms_norm(*inputs, 1e-5, zero_centred=zero_centred)
+        return [y, *torch.autograd.grad(y.square().sum(), inputs)]
+
+    want = found()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(found(), want, rtol=1e-12, atol=1e-12)
+
+
 def test_rms_norm_in_half_precision_is_rounded_twice():
     """Before and after the weight, and nowhere else: but for ties of rounding, one element in a
     thousand, the bits are known. Of the gradient its input is rounded, and the weight's terms.
