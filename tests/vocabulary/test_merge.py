@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import sentencepiece
@@ -12,6 +13,7 @@ from dolmen.data.tokenizer import load_tokenizer, vocabulary_size
 from dolmen.files import sentencepiece_model
 from dolmen.vocabulary.config import VocabMergeConfig, VocabText
 from dolmen.vocabulary.merge import Concatenations, Merges, apply_bpe, extend_bpe, merge
+from dolmen.vocabulary.tokenizer_folder import Vocabulary
 
 PAIRS = (
     ("bpe", "bpe"),
@@ -245,3 +247,13 @@ def test_what_cannot_be_merged_is_refused(vocabularies, tmp_path):
     (to / "mine").touch()
     with pytest.raises(ValueError, match="exists and is not empty"):
         merge(VocabMergeConfig(str(en), str(zh), str(to)), progress=False)
+
+
+@pytest.mark.parametrize(
+    "form, token", [("sentencepiece", "▁tä"), ("letters", "▁tä"), ("bytes", "ĠtÃ¤")]
+)
+def test_a_token_stands_for_the_same_bytes_in_every_form(form, token):
+    vocabulary = Vocabulary(Path("a"), form, None, None)
+    assert vocabulary.meaning(token) == " tä".encode()
+    assert vocabulary.token_from_bytes(" tä".encode()) == token
+    assert vocabulary.token_from_bytes(b"\xc3") == ("Ã" if form == "bytes" else None)
