@@ -18,6 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from dolmen.core.autograd import Context, TypedFunction
+from dolmen.core.reduction import widen
 from dolmen.core.torch_private import compute
 from dolmen.ops.invariant import sum_tokens
 from dolmen.ops.kernels import Kernels
@@ -51,16 +52,11 @@ def rms_norm(
 
 def _forward(x: Tensor, weight: Tensor, eps: float, zero_centred: bool) -> tuple[Tensor, Tensor]:
     """Return the normalised rows times the weight, in x's dtype, and 1 / rms of each row."""
-    wide = _wide(x)
+    wide = widen(x)
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if zero_centred:
         return (wide * scale * (weight.to(wide.dtype) + 1)).to(x.dtype), scale
     return (wide * scale).to(x.dtype) * weight, scale
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Return x in fp32, or fp64 unchanged."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 class _RMSNorm(TypedFunction):
@@ -91,14 +87,14 @@ class _RMSNorm(TypedFunction):
         (x, weight, scale), (zero_centred, leaf) = ctx.saved_tensors, ctx.kept
         _, wants_dweight, *_ = ctx.needs_input_grad
         dweight = None
-        normal = _wide(x) * scale
+        normal = widen(x) * scale
         if zero_centred:
-            wide = _wide(g)
+            wide = widen(g)
             dnormal = wide * (weight.to(wide.dtype) + 1)
             if wants_dweight:
                 dweight = _sum_rows(wide * normal, leaf)
         else:
-            dnormal = _wide(g * weight)
+            dnormal = widen(g * weight)
             if wants_dweight:
                 dweight = _sum_rows(g * normal.to(x.dtype), leaf)
         # dx = (dn - n mean(dn n)) / rms

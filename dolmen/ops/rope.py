@@ -25,6 +25,7 @@ from jaxtyping import Bool, Float, Float64, Int, Int64
 from torch import Tensor
 
 from dolmen.core.device import to_device
+from dolmen.core.reduction import widen
 
 FEW = 64  # tokens: of more, what is copied costs more than calls of operators
 
@@ -188,7 +189,7 @@ def rotate(
         return torch.cat(
             [rotate(a, c, s, interleaved) for a, c, s in zip(*streams_, strict=True)], -1
         )
-    wide = x if x.dtype == torch.float64 else x.float()
+    wide = widen(x)
     a, b = wide.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else wide.chunk(2, -1)
     # rounded before they are put together, which the compiler does in memory
     turned = (a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype)

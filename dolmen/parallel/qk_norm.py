@@ -18,6 +18,7 @@ from torch import Tensor
 from dolmen.core import collectives
 from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis
+from dolmen.core.reduction import widen
 
 
 class _OverWidth(TypedFunction):
@@ -32,7 +33,7 @@ class _OverWidth(TypedFunction):
         """Return q and k, each normalised over the heads of all tp ranks and times its weight,
         `of_q` or `of_k`.
         """
-        wide = [_wide(x) for x in (q, k)]
+        wide = [widen(x) for x in (q, k)]
         # one all-reduce of [2, batch, length] numbers serves queries and keys
         means = _means([x.square() for x in wide], axis)
         scales = [torch.rsqrt(mean + eps) for mean in means]
@@ -45,8 +46,8 @@ class _OverWidth(TypedFunction):
     def backward(ctx: Context[Axis], *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of q, k and both weights, and None for eps and axis."""
         q, k, of_q, of_k, *scales = ctx.saved_tensors
-        normal = [_wide(x) * scale for x, scale in zip((q, k), scales, strict=True)]
-        dnormal = [_wide(g * w) for g, w in zip(grads, (of_q, of_k), strict=True)]
+        normal = [widen(x) * scale for x, scale in zip((q, k), scales, strict=True)]
+        dnormal = [widen(g * w) for g, w in zip(grads, (of_q, of_k), strict=True)]
         means = _means([d * n for d, n in zip(dnormal, normal, strict=True)], ctx.kept)
         dx = [
             # dx = r (g w - n m / width), where `mean` is m / width
@@ -58,11 +59,6 @@ class _OverWidth(TypedFunction):
             for g, n, wants in zip(grads, normal, ctx.needs_input_grad[2:4], strict=True)
         ]
         return dx[0], dx[1], dw[0], dw[1], None, None
-
-
-def _wide(x: Tensor) -> Tensor:
-    """Return x in fp32, or fp64 unchanged."""
-    return x if x.dtype == torch.float64 else x.float()
 
 
 def _means(

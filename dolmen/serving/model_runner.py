@@ -19,6 +19,7 @@ from torch import Tensor
 from dolmen.core import collectives, transfers
 from dolmen.core.device import to_device
 from dolmen.core.mesh import Mesh
+from dolmen.core.reduction import widen
 from dolmen.model.decoder import Decoder
 from dolmen.model.head import HeadFunction, LMHead
 from dolmen.model.spec import PositionSpan
@@ -194,8 +195,7 @@ def _logits(
     wider.
     """
     logits = head.logits(hidden)[0]
-    full = vocabulary.gather_vocabulary(logits, model.spec.vocab_size, model.tp.axis)
-    return full if full.dtype == torch.float64 else full.float()
+    return widen(vocabulary.gather_vocabulary(logits, model.spec.vocab_size, model.tp.axis))
 
 
 def _label_logprobs(

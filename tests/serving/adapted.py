@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from asked import scored
 from decoders import PROMPTS, decoder
+from engine_runs import scored
 
 from dolmen.conversion.peft import LowRank, names
 from dolmen.model.spec import LoraSpec, ModelSpec

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from adapted import low, lows, mixed
-from asked import LONG, run, scored
 from decoders import DECODERS, MOST, PROMPTS, VOCABULARY, decoder
+from engine_runs import LONG, run, scored
 from tiny_models import build, initialize
 
 from dolmen.conversion import hf_export

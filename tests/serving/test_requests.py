@@ -8,8 +8,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from asked import LONG, SCORED, WARM, run, scored, several, tokens
 from decoders import DECODERS, PROMPTS, VOCABULARY, decoder
+from engine_runs import LONG, SCORED, WARM, run, scored, several, tokens
 
 from dolmen.model import head
 from dolmen.serving import sampling

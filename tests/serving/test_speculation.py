@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from asked import LONG, run, several, tokens
 from decoders import DECODERS, MOST, PROMPTS, VOCABULARY, decoder
+from engine_runs import LONG, run, several, tokens
 from tiny_models import Flat, build, initialize, tiny
 
 from dolmen.cli import generation

@@ -20,6 +20,7 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from dolmen.core import device
+from dolmen.core.reduction import widen
 from dolmen.ops.attention.spec import Attend
 
 
@@ -247,8 +248,7 @@ def _unmasked_scores(
     each of `width` queries (unused without ALiBi), unmasked. Overwrites `products`.
     """
     kv_heads, group = products.shape[-3], products.shape[-2] // width
-    wide = products if products.dtype == torch.float64 else products.float()
-    scores = wide.mul_(scale)
+    scores = widen(products).mul_(scale)
     if attend.soft_cap is not None:
         scores = (scores / attend.soft_cap).tanh_().mul_(attend.soft_cap)
     slopes = attend.slopes_of(kv_heads * group)

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from adapted import Held, low, lows, merged, mixed
-from asked import run, scored
 from decoders import DECODERS, PROMPTS, decoder
+from engine_runs import run, scored
 from tiny_models import build, initialize
 
 from dolmen.core import consensus
