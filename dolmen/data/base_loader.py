@@ -32,8 +32,8 @@ class Mixed(Protocol):
         ...
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Return, by source name, how many epochs of each source (a fraction) the first `samples`
-        samples are.
+        """Return, by source name, how many epochs of each source (a fraction) are in the first
+        `samples` samples.
         """
         ...
 
@@ -180,8 +180,8 @@ class Loader(ABC):
         return self.global_batch_size // ranks
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Return, by source name, how many epochs of each source (a fraction) were read after
-        `step` steps.
+        """Return, by source name, how many epochs of each source (samples read from it / its
+        samples) were read after `step` steps.
         """
         return self.mixture.epochs(self.first(step))
 

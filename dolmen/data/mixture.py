@@ -159,8 +159,8 @@ class Mixture:
         self.sizes = [len(part.stream) // sequence_length for part in parts]
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Return, by source name, how many epochs of each source (a fraction) the first `samples`
-        samples are.
+        """Return, by source name, how many epochs of each source (samples read from it / its
+        samples) are in the first `samples` samples of the mixture.
         """
         taken = counts(self.weights, samples)
         return {

@@ -75,7 +75,9 @@ class Order(Protocol):
         ...
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Number of epochs (a fraction) of each source, by name, after `samples` samples."""
+        """Return, by source name, how many epochs (a fraction) of each are in the first `samples`
+        samples.
+        """
         ...
 
 
@@ -286,8 +288,8 @@ class MegatronOrder:
         self.name = f"Megatron, epochs: {', '.join(epochs)}"
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Return, by name, how many epochs of each data set (a fraction) the first `samples`
-        samples are.
+        """Return, by name, how many epochs of each data set (a fraction) are in the first
+        `samples` samples.
         """
         taken = self.counts(samples)
         return {

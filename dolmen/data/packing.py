@@ -204,7 +204,9 @@ class PackedRows:
         return places / (len(self.rows) * self.sequence_length)
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Return, by the source's name, how many epochs the first `samples` samples are."""
+        """Return {name of the source: how many epochs (a fraction) the first `samples` rows are};
+        an epoch is all rows once.
+        """
         return {self.examples.name: samples / len(self.rows)}
 
     def read(self, first: int, count: int) -> list[list[int]]:

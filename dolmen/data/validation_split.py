@@ -125,8 +125,9 @@ def overlap_error(name: str) -> ValueError:
 
 
 def large_words(table: np.ndarray) -> np.ndarray:
-    """Return the words' hashes of the documents with more than a quarter of the source's bytes;
-    copies count once, as large as the largest.
+    """Return the hashes (the field `words` of `table`: hash of a text without white space) of the
+    documents with more than a quarter of the source's bytes; copies count once, as large as the
+    largest.
     """
     words, which = np.unique(table["words"], return_inverse=True)
     sizes = np.zeros(len(words), np.int64)

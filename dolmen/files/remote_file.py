@@ -89,7 +89,8 @@ class RemoteStream(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer) -> int:
-        """Read into `buffer` from one block; return the number of bytes, 0 at the end. Raises
+        """Read at most len(buffer) bytes at the current position into `buffer`, fewer where a block
+        of the object ends; advance the position and return their number, 0 at the end. Raises
         StorageError.
         """
         if self._position >= self._size:

@@ -160,8 +160,8 @@ class RemoteFolder:
         self._repeat(f"{name} cannot be written", attempt)
 
     def upload(self, file: Path, name: str) -> None:
-        """Upload a local file, and look up its size afterwards. A file that is replaced in the
-        meantime is uploaded again.
+        """Upload a local file as object `name`, and check that its stored size is that of the file;
+        else, and after other errors that may pass, try again. Raises StorageError.
         """
 
         def attempt() -> None:

@@ -159,7 +159,9 @@ class Buffer:
     content: bytes = b""
 
     def __setstate__(self, state: Any) -> None:
-        """Keep the bytes of the state. Raises UnpicklingError for another state."""
+        """Store the bytes of a pickled BytesIO, the first item of its state. Raises UnpicklingError
+        for a state that has none.
+        """
         if not isinstance(state, tuple) or not state or type(state[0]) is not bytes:
             raise pickle.UnpicklingError("a BytesIO has a state that is not bytes")
         self.content = state[0]
@@ -178,7 +180,9 @@ class Namespace:
         return namespace
 
     def __setstate__(self, state: Any) -> None:
-        """Take the values from the state. Raises UnpicklingError unless it is a mapping."""
+        """Take the options from the pickled state, a dict. Raises UnpicklingError for another
+        state.
+        """
         if not isinstance(state, dict):
             raise pickle.UnpicklingError("a Namespace has a state that is not a mapping")
         self.values = {str(name): value for name, value in state.items()}

@@ -160,9 +160,9 @@ class ParameterModule(nn.Module):
         return current._replace(several=self._local_multi_lora)
 
     def set_multi_lora(self, several: MultiLora | None) -> None:
-        """Set the multi-LoRA adapters that `linear` returns while gradients are off; None removes
-        them. They have the output rows that this rank stores; those it multiplies by are selected
-        at first use.
+        """Set the multi-LoRA adapters that this module's products with its weight apply while
+        gradients are off; None removes them. They have the output rows that this rank stores; the
+        rows that it multiplies by are selected at first use.
         """
         self._multi_lora, self._local_multi_lora = several, None
 
@@ -189,7 +189,9 @@ class ParameterModule(nn.Module):
         return _prepack([module.plain_linear() for module in self.fused], weights, self.input_axis)
 
     def keep_prepacked(self, weights: Weights, linear: Linear) -> None:
-        """Keep `linear`, which has a packed weight, until a tensor of the module changes."""
+        """Store `linear`, which has a weight packed in the format `weights`, for reuse until a
+        tensor of the module changes.
+        """
         self._prepacked = self._state(weights), linear
 
     def free_weights(self, weights: Weights) -> None:

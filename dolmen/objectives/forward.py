@@ -82,11 +82,7 @@ def log_probabilities(
     logits.
     """
     check_head("a log-probability", spec.LMHeadSpec, model.spec)
-
-    def head_function(hidden: Tensor, head: LMHead, microbatch: Batch) -> Tensor:
-        """Return the log-probability of each label."""
-        return head.log_probabilities(hidden, microbatch.labels, temperature)
-
+    head_function = partial(_compute_log_probabilities, temperature)
     return _compute_per_token(model, batch, mesh, schedule, head_function)
 
 
@@ -107,10 +103,7 @@ def routed_log_probabilities(
         """Store the experts of a layer."""
         routes[micro, layer] = experts
 
-    def head_function(hidden: Tensor, head: LMHead, microbatch: Batch) -> Tensor:
-        """Return the log-probability of each label."""
-        return head.log_probabilities(hidden, microbatch.labels, temperature)
-
+    head_function = partial(_compute_log_probabilities, temperature)
     results = _compute_per_token(model, batch, mesh, schedule, head_function, route_callback)
     sequences, length = batch.tokens.shape
     shape = (sequences, length)
@@ -128,7 +121,6 @@ def values(
     every rank of tp, cp and pp. Every rank of the mesh calls it. Raises ValueError for a model with
     logits.
     """
-
     check_head("a value", spec.ScalarHeadSpec, model.spec)
 
     def head_function(hidden: Tensor, head: ScalarHead, microbatch: Batch) -> Tensor:
@@ -136,6 +128,15 @@ def values(
         return head.values(hidden)
 
     return _compute_per_token(model, batch, mesh, schedule, head_function)
+
+
+def _compute_log_probabilities(
+    temperature: float, hidden: Tensor, head: LMHead, microbatch: Batch
+) -> Tensor:
+    """Return the log-probability of each label of a microbatch [sequences, length], of the logits
+    divided by `temperature`, 0 where the label is IGNORED.
+    """
+    return head.log_probabilities(hidden, microbatch.labels, temperature)
 
 
 def _compute_per_token(

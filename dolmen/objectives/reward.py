@@ -114,7 +114,9 @@ class CalibratedRewardLoss(PairwiseRewardLoss):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The metrics: accuracy, margin, and the shares of each bin, "sure I" and "right I"."""
+        """The metrics: accuracy, margin, and for each bin I of confidence (0 to 9) "sure I", the
+        share of pairs in it, and "right I", the share of pairs that are in it and ranked correctly.
+        """
         return (*pairs.METRICS, *(f"{name} {i}" for name in ("sure", "right") for i in range(BINS)))
 
     def pair_output(

@@ -436,7 +436,7 @@ class RolloutBatches:
         )
 
     def report(self, rollout: Rollout) -> None:
-        """Add to `metrics`, for a rollout that was sampled or read from its file: mean and
+        """Add to `metrics`, for a rollout that was sampled or read from its file: mean and standard
         deviation of rewards, and the difference of log-probabilities between trainer and generator.
         """
         rewards = rollout.rewards[~rollout.rewards.isnan()]

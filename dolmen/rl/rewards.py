@@ -389,7 +389,9 @@ class CombinedReward:
             ]
 
         def score_on_first_rank() -> list[RewardResult]:
-            """Return the results of a function, up to a failure that ends the run."""
+            """Return a reward function's result for each completion, in order; with
+            --rollout.on-failure stop only up to the first failure, for which the run stops.
+            """
             results = []
             for completion in completions:
                 results.append(scorer(completion))

@@ -397,8 +397,9 @@ class Engine:
         return step
 
     def _propose(self, proposer: Proposer) -> None:
-        """Set the `draft` of every decoding sequence to tokens of the proposer (speculative
-        decoding): so few that max_new_tokens leaves room for one sampled token after them.
+        """Set the `draft` of every decoding sequence to tokens that the proposer drafts
+        (speculative decoding), at most so many that max_new_tokens leaves room for one sampled
+        token after them.
         """
         running = self._scheduler.running
         groups = {k: g for k, g in running.items() if g.num_uncomputed == 1 and g.new_tokens}

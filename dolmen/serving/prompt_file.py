@@ -106,9 +106,9 @@ def _parse_txt(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _parse_jsonl(line: bytes, where: str) -> dict[str, Any]:
-    """Parse and check a line of a .jsonl. Raises Refused for malformed JSON, unless it has exactly
-    one of `prompt`, `query` and `messages`, for fields that the output adds, a chat that ends with
-    the assistant, and lone surrogates.
+    """Return the row (a dict) of a line of a .jsonl, checked. Raises Refused for malformed JSON, a
+    row without exactly one of `prompt`, `query` and `messages`, a field that the output adds, a
+    chat that ends with the assistant, and a lone surrogate.
     """
     fields = gate.parse_json(line, where, TEXT_ROW)
     fields_present = [name for name in PROMPT_ROWS if name in fields]

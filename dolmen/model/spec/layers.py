@@ -190,8 +190,9 @@ class MoESpec:
     """Biases of each expert's matrices."""
 
     def __post_init__(self):
-        """Raise ValueError for more experts per token than experts, impossible groups, and a shared
-        expert that is not computed.
+        """Raise ValueError for more experts per token than experts, expert groups that do not
+        divide the experts or hold too few for a token, a shared expert with a bias, and a gate
+        without shared expert.
         """
         if not 1 <= self.per_token <= self.number:
             raise ValueError(

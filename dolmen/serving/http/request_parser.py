@@ -17,7 +17,7 @@ from dolmen.data.template import Chat, Template
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.files import gate, kinds
 from dolmen.serving.config import ServeConfig
-from dolmen.serving.generation import encode
+from dolmen.serving.generation import SAMPLING_ONLY, encode
 from dolmen.serving.http.protocol import (
     ChatCompletionRequest,
     ChatMessage,
@@ -28,7 +28,6 @@ from dolmen.serving.http.protocol import (
 from dolmen.serving.request import Request, SamplingParams, check, span_of
 
 NEW_TOKENS = 16  # default max_tokens of a completion, as OpenAI
-SAMPLING_ONLY = ("top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True)
