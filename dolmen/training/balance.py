@@ -60,7 +60,8 @@ def local_tallies(
 def router_metrics(
     spec: ModelSpec, tallies: Float[Tensor, "layers experts_and_2"], sequences: int
 ) -> Float[Tensor, " names"]:
-    """Return the metrics in NAMES from the world's tallies; none for a dense model:
+    """Return three metrics of a step's routing from the tallies of the world, in the order of
+    NAMES; an empty tensor for a dense model:
 
     router/max_load     the busiest expert's tokens over the mean of its layer, in the worst layer:
                         1 to the number of experts

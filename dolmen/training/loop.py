@@ -62,7 +62,7 @@ class _RecompileLimitHandler(logging.Handler):
     """Logging handler that reports torch.compile's recompile limit in a sentence."""
 
     def __init__(self, report: Callable[[str], None]):
-        """`report`: called with the text of each warning."""
+        """Prepare the handler, which calls `report` with the text of each warning."""
         super().__init__(logging.WARNING)
         self.report = report
 

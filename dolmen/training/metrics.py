@@ -105,7 +105,7 @@ class CallbackWriter:
     """Passes rows of metrics to a function."""
 
     def __init__(self, function: MetricsCallback):
-        """`function`: called with each row of metrics."""
+        """Pass each row of metrics that is written to `function`."""
         self.write = function
 
     def close(self) -> None:

@@ -133,7 +133,7 @@ class RunUploader:
     """
 
     def __init__(self, out: Path, url: str):
-        """`out`: folder of the run; `url`: of the run. Nothing counts as uploaded yet."""
+        """Prepare to upload files of the run's folder `out` to its URL; none counts as uploaded."""
         self.out, self.url = out, url
         self._uploaded: dict[str, tuple[int, int]] = {}  # name -> size and time
 

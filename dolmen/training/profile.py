@@ -125,7 +125,9 @@ class Profile:
     """
 
     def __init__(self, number: int | None, mesh: Mesh, out: Path):
-        """`number`: the step to profile, counted from 1; None: none. `out`: folder of the run."""
+        """Prepare the profile of the step `number`, counted from 1 (None: of none), of the run in
+        the folder `out`.
+        """
         self.number, self.mesh, self.out = number, mesh, out
         self.recording: StepRecording | None = None
 

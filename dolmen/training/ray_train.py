@@ -83,7 +83,9 @@ class _Reporter:
     """Reports to Ray; every worker reports as often, and the first adds checkpoints."""
 
     def __init__(self, out: Path, first: bool):
-        """`out`: folder of the run; `first`: this worker has rank 0, and reports checkpoints."""
+        """Prepare reports on the run in the folder `out`. `first`: this worker has rank 0, and also
+        reports checkpoints.
+        """
         self.out, self.first, self.step = out, first, -1
 
     def report(self, row: Mapping[str, float]) -> None:

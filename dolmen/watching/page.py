@@ -273,7 +273,9 @@ class Shown:
     """
 
     def __init__(self, watched: Watched, every: float):
-        """`watched`: the runs; `every`: seconds between the requests of an open page for data."""
+        """Prepare the responses about the runs `watched`. `every`: seconds between the requests of
+        an open page for new data.
+        """
         self.watched, self.every = watched, every
         self.lock = Lock()
         self.answers: dict[str, tuple[float, Answer]] = {}
