@@ -82,19 +82,10 @@ class Saved:
     critic: SavedCritic | None = None
 
     def meta(self) -> dict[str, Any]:
-        """Return all fields as a dict of plain JSON values, the content of state.json; `read_saved`
-        is the inverse.
+        """Return all fields as a dict that JSON can store (tuples as lists), the content of
+        state.json; `read_saved` reads it back.
         """
-        # JSON has lists only: tuples are written as such, and made tuples again
-        meta = asdict(self)
-        values = {"loss_scale": list(self.loss_scale), "norms": list(self.norms)}
-        if self.critic is not None:
-            critic_lists = {
-                "loss_scale": list(self.critic.loss_scale),
-                "norms": list(self.critic.norms),
-            }
-            values["critic"] = {**meta["critic"], **critic_lists}
-        return {**meta, **values}
+        return asdict(self)
 
 
 def read_saved(meta: Mapping[str, Any], where: Path) -> Saved:

@@ -144,7 +144,7 @@ def read_sealed(folder: Path) -> tuple[Seal, dict]:
     content = _read(path, LARGEST[SEAL])
     _refuse_newer(folder, content)
     seal = Seal(folder, _parse(path, content))
-    state = _state(folder / STATE, seal.read(STATE))
+    state = _parse_state(folder / STATE, seal.read(STATE))
     del state["format"]
     return seal, state
 
@@ -169,7 +169,7 @@ def _refuse_newer(folder: Path, content: bytes) -> None:
         return
     path = folder / STATE
     # both files say so: not damage, but a newer version
-    if _state(path, _read(path, LARGEST[STATE])).get("format") == number:
+    if _parse_state(path, _read(path, LARGEST[STATE])).get("format") == number:
         raise ValueError(
             f"{folder} was written by a newer dolmen: it has format {number}, and this version "
             f"reads formats up to {FORMAT}; use the version that wrote it"
@@ -192,7 +192,7 @@ def _parse(path: Path, content: bytes) -> dict[str, tuple[str, int]]:
     return files
 
 
-def _state(path: Path, content: bytes) -> dict:
+def _parse_state(path: Path, content: bytes) -> dict:
     """Return the JSON object that a state.json contains. Raises Damaged, naming `path`, where it is
     malformed.
     """

@@ -130,7 +130,8 @@ class _WorkerGroup:
             rank: self._environment(rank, attempt, store.port) for rank in range(self.processes)
         }
         args = {
-            rank: (*process.safely(), "-m", "dolmen", *self.words) for rank in range(self.processes)
+            rank: (*process.isolated_python_options(), "-m", "dolmen", *self.words)
+            for rank in range(self.processes)
         }
         with handling(self.handlers):  # start_processes sets handlers of its own, and leaves them
             try:

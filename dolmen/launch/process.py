@@ -63,7 +63,7 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def safely() -> list[str]:
+def isolated_python_options() -> list[str]:
     """Return options of Python for child processes that run `python -m MODULE`: ["-P"], so that
     they import nothing from the working directory, which may hold somebody else's files; [] if the
     working directory is on this process's own import path.

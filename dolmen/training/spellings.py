@@ -227,13 +227,15 @@ def suggestion(name: str, known: Collection[str]) -> str:
     equal = EQUAL.get(name) or EQUAL.get(last) or ()
     theirs = [option for option in equal if option.split()[0] in known]
     if options := ours or theirs[:1]:
-        return _meant(options)
+        return _did_you_mean(options)
     if "train.steps" in known and (advice := _suggest_families((*equal, name), known)):
         return advice
-    return _meant(
+    return _did_you_mean(
         get_close_matches(name, known, n=1, cutoff=0.75)
         or get_close_matches(last, [o for o in known if "." not in o], n=1, cutoff=0.7)
-        or [o for near in _near(last, known) for o in known if o.rpartition(".")[2] == near]
+        or [
+            o for near in _nearest_names(last, known) for o in known if o.rpartition(".")[2] == near
+        ]
     )
 
 
@@ -255,23 +257,23 @@ def meant_command(verb: str, argv: Sequence[str], stray: Collection[str]) -> str
         words = [*rest[: places[0]], "--prompt", text, *rest[places[0] :]]
     elif len(places) <= len(left) or left == ["data.path"]:  # which takes several
         options = dict(zip(places, left, strict=False))
-        words = [w for i, word in enumerate(argv) for w in (*_option(options.get(i)), word)]
+        words = [w for i, word in enumerate(argv) for w in (*_option_words(options.get(i)), word)]
     else:
         return ""
     return f"dolmen {verb} {shlex.join(words)}"
 
 
-def _option(name: str | None) -> tuple[str, ...]:
+def _option_words(name: str | None) -> tuple[str, ...]:
     """Return ("--NAME",) for the name of an option, () for None."""
     return () if name is None else (f"--{name}",)
 
 
-def _meant(options: Collection[str]) -> str:
+def _did_you_mean(options: Collection[str]) -> str:
     """Return "did you mean --A or --B?", or "" for no option."""
     return f"did you mean {' or '.join(f'--{option}' for option in options)}?" if options else ""
 
 
-def _near(last: str, known: Collection[str]) -> list[str]:
+def _nearest_names(last: str, known: Collection[str]) -> list[str]:
     """Return [the last part of a known option's name (after the last dot) that is most similar to
     `last`], or [] if none is close.
     """
@@ -290,7 +292,7 @@ def _suggest_families(options: Collection[str], known: Collection[str]) -> str:
         ]
         called = [f"{MODEL}{name.replace('_', '-')}" for name in same]
         if same_field := [name for name in called if name in known]:
-            return _meant(same_field[:1])
+            return _did_you_mean(same_field[:1])
         if having:
             names = ", ".join(family.name for family in having)
             return f"other families have {path}: choose one with --model.model-type, of {names}"

@@ -278,10 +278,11 @@ def worker(
     """Join the process group, unless this process is in one, train on `device`, and write
     summary.json (first rank). Return the outcome.
 
-    `prepared` is the run, if this process has resolved it. `refusal` is the error of this rank,
-    which all ranks then raise as BadInput, as they do for what only all together can see.
-    `on_metrics` is called with each row of metrics, on every rank. `handles_signals`: SIGINT and
-    SIGTERM make the run save and end. Raises Failed for what ends a run without being a bug.
+    `prepared` is the run with its data, if this process has resolved it. `refusal` is an error of
+    this rank's options, which all ranks then raise as BadInput; so they do where their options,
+    code or data differ. `on_metrics` is called with each row of metrics, on every rank.
+    `handles_signals`: SIGINT and SIGTERM make the run save and end. Raises Failed for what ends a
+    run without being a bug (a full disk, a loss that is not finite).
     """
     config, out, joining = request.config, request.out, time.time()
     if device.type == "cpu":
