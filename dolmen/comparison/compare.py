@@ -140,8 +140,9 @@ class Tolerance:
         self.before = before
 
     def limit(self, factor: float = 1.0) -> float:
-        """Return the difference that is allowed now, times `factor`: GROWTH times the largest one
-        admitted so far, within bounds in rounding units of the dtype, and never over HALF.
+        """Return the difference that is allowed for the next tensor, times `factor`: 8 times the
+        largest one admitted so far, but no less than 32 rounding units of the coarser dtype, and no
+        more than 32,000 units or 0.5.
         """
         return min(self.most, factor * max(self.least, GROWTH * self.before))
 

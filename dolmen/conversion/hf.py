@@ -278,8 +278,8 @@ def _detect_bare(model: ModelConfig, folder: Path) -> ModelConfig:
 
 
 def tokenizer_files(folder: Path | str) -> list[Path]:
-    """Return the existing tokenizer files of a folder (those that match TOKENIZER_FILES),
-    sorted.
+    """Return the existing tokenizer files of a folder (tokenizer.json, vocab.txt, chat templates
+    and the like), sorted.
     """
     return sorted({file for pattern in TOKENIZER_FILES for file in Path(folder).glob(pattern)})
 

@@ -67,8 +67,8 @@ EMBEDDING, HEAD, UP = "tok_embeddings.weight", "output.weight", "layers.0.feed_f
 
 
 def is_meta(folder: Path) -> bool:
-    """Return whether a folder has consolidated.NN.pth files. With a config.json it is a
-    transformers directory too, which FORMATS tries first.
+    """Return whether a folder has consolidated.NN.pth files. One with a config.json too is opened
+    as a transformers directory.
     """
     return any(FILE.fullmatch(path.name) for path in folder.glob("consolidated.*.pth"))
 

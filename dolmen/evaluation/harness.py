@@ -54,7 +54,7 @@ class Harness(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the tokenizer's EOS token, which lm_eval appends or stops at."""
+        """Id of the tokenizer's EOS token, at which generation stops."""
         return self.tokenizer.eos_token_id
 
     @property

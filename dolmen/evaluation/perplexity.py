@@ -209,9 +209,10 @@ def score_rows(
 
 
 def _groups(model: Decoder, rows: ScoringRows, mesh: Mesh, micros: int) -> Iterator[_RowGroup]:
-    """Yield groups of rows, longest first, about TOKENS_AT_ONCE tokens per rank, with rows rounded
-    up to a multiple of the microbatches; the same on every rank. If positions depend on the
-    sequence's length (dynamic rope scaling), a group has rows of one length only.
+    """Yield groups of rows that one forward reads, longest first, about 4,096 tokens per rank, with
+    the number of rows rounded up to a multiple of the microbatches; the same on every rank. If
+    positions depend on the sequence's length (dynamic rope scaling), a group has rows of one length
+    only.
     """
     lengths = rows.lengths - 1
     # longest first: the largest forward comes first, and fails early if it does not fit

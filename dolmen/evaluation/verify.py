@@ -292,7 +292,7 @@ FLOOR = 1e-3  # key biases have gradient zero, the rest is rounding
 def logits_row(
     logits: Float[Tensor, "sequences length vocab"], reference: Reference | None
 ) -> VerifyRow:
-    """Return the comparison of the logits: their largest absolute difference, of which LOGITS times
+    """Return the comparison of the logits: their largest absolute difference, of which 1e-4 times
     the largest logit is allowed; zeros without a reference.
     """
     if reference is None:
@@ -319,9 +319,9 @@ def relative_row(name: str, ours: float, reference: float | None, tolerance: flo
 
 def gradient_rows(model: Decoder, reference: dict[str, Tensor] | None) -> list[VerifyRow]:
     """Return two comparisons: the norm of the whole gradient, and the parameter whose gradient
-    differs most, as |ours - reference| / |reference|, which counts as at least FLOOR of the whole
-    norm. Gathers each gradient on every rank, one at a time, and frees it. Zeros without a
-    reference.
+    differs most, as |ours - reference| / |reference|, where |reference| counts as at least 1e-3 of
+    the whole norm. Gathers each gradient on every rank, one at a time, and frees it. Zeros without
+    a reference.
     """
     ours, differences = 0.0, {}
     for name, p in model.named_parameters():

@@ -306,10 +306,10 @@ def make_spec(
 
 
 def write(family: Family, spec: ModelSpec) -> dict[str, Any]:
-    """Return the config.json fields that determine the spec, under the family's names: the common
-    ones of WRITTEN, those of WRITTEN_EXPERTS from the first MoE layer, and those that
-    `family.write` states itself, which win. Raises ValueError for a spec with components that the
-    family cannot express.
+    """Return the config.json fields that determine the spec, under the family's names: those common
+    to all families (sizes, heads, experts of the first MoE layer), and those that `family.write`
+    states itself, which win. Raises ValueError for a spec with components that the family cannot
+    express.
     """
     family_names, stated = names(family.fields), family.write(spec)
     left = {name for name, field in family_names.items() if field not in stated}

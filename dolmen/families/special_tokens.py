@@ -47,7 +47,7 @@ SPECIAL_TOKENS = mapping(
 
 
 def special_ids(config: Mapping[str, Any], **fields: str) -> dict[str, int | None]:
-    """Return key -> token id (None: unknown) for every key of NAMES, such as "gmask". Ids come from
+    """Return key -> token id (None: unknown) for every known key, such as "gmask". Ids come from
     the config's mapping special_tokens, else from the family's field that `fields` (key=field name)
     gives for the key.
     """
@@ -75,9 +75,9 @@ def uses_special_tokens(model: ModelConfig) -> bool:
 
 
 def check_special_ids(specified: Mapping[str, Any], model: ModelConfig) -> dict[str, int]:
-    """Return the ids that a user specified (key -> id), validated. Keys must be of NAMES, or of
-    ENDS if the model's family uses no special tokens. Raises ValueError for another key, and for an
-    id outside the vocabulary.
+    """Return the ids that a user specified (key -> id), validated. Any known key is allowed, but
+    only those of EOS tokens if the model's family uses no special tokens. Raises ValueError for
+    another key, and for an id outside the vocabulary.
     """
     vocab_size = model.spec.vocab_size
     for name, token in specified.items():
@@ -97,8 +97,8 @@ def check_special_ids(specified: Mapping[str, Any], model: ModelConfig) -> dict[
 
 
 def ids_in_vocabulary(vocabulary: Mapping[str, int]) -> dict[str, int]:
-    """Return key -> id of the special tokens that a vocabulary contains under one of their
-    NAMES.
+    """Return key -> id of the special tokens that a vocabulary (token -> id) contains under one of
+    the names that GLM tokenizers have for them.
     """
     known = {}
     for key, names in NAMES.items():

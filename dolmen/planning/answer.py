@@ -129,8 +129,9 @@ def dry_run_lines(plan: Plan) -> list[str | Table]:
 
 
 def _differing_seconds(step: float, dry: DryRun) -> list[str]:
-    """Return a line for each axis over which the first layout sends more or fewer bytes (by
-    DIFFERS) than the closed forms count: how many of its `step` seconds that may change.
+    """Return a line for each mesh axis over which the first layout sends at least 1 % more or fewer
+    bytes, by the dry run, than the closed forms count: by how much that may change its `step`
+    seconds.
     """
     lines = []
     for axis in dict.fromkeys(sent.name for rank in dry.ranks for sent in rank.sent):

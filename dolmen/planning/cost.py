@@ -194,8 +194,8 @@ class Overlap:
     fsdp: Hides = "action"
 
     def hides_behind(self, axis: str) -> Hides:
-        """Return the computation that hides the collectives of a mesh axis; any axis but tp, cp and
-        ep counts as fsdp.
+        """Return what hides the collectives of a mesh axis: "nothing", the "products" issued after
+        them, or the whole "action"; any axis but tp, cp and ep counts as fsdp.
         """
         known: Mapping[str, Hides] = {"tp": self.tp, "cp": self.cp, "ep": self.ep}
         return known.get(axis, self.fsdp)

@@ -421,7 +421,7 @@ class Pricing:
 def exposed_seconds(seconds: float, computed: float, first: float) -> float:
     """Return the seconds that a collective of `seconds` adds to computation of `computed` seconds
     that runs at the same time. A share `first` of it cannot be hidden; the hidden part still costs
-    CONTENTION of itself.
+    a quarter of itself, as it takes multiprocessors and memory from the computation.
     """
     hidden = min(seconds * (1 - first), computed)
     return seconds - hidden + CONTENTION * hidden

@@ -183,7 +183,7 @@ class Search:
 
     def __init__(self, problem: ScheduleProblem, span: float, nodes: int = NODES):
         """Prepare a search from nothing. `span`: length of the best schedule that is known.
-        `nodes`: most nodes to visit; 0 if the problem has more than LARGEST actions.
+        `nodes`: most nodes to visit; 0 if the problem has more than 400 actions.
         """
         self.problem, self.span, self.nodes = problem, span, 0
         self.left = nodes if problem.actions <= LARGEST else 0

@@ -160,8 +160,8 @@ class Space:
                             yield tp, cp, pp, dp, ep
 
     def _cp_divides_sequence(self, cp: int) -> bool:
-        """Return whether cp is 1, or divides the sequence into 2 * cp chunks and leaves
-        CONTEXT_TOKENS per rank or is pinned.
+        """Return whether context parallelism of size cp may be planned: it is 1, or divides the
+        sequence into 2 * cp chunks and leaves at least 4,096 tokens per rank (or is pinned).
         """
         if cp == 1:
             return True

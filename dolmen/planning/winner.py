@@ -58,8 +58,8 @@ AXES = {"fsdp": "dp", "edp": "dp"}
 
 
 def confirm(question: Question, choices: Sequence[LayoutChoice], progress: bool) -> DryRun:
-    """Dry-run the fastest of `choices` (in this order), at most TRIED, until one fits the device's
-    memory. Returns its counts against the closed forms, and why those before it were rejected; or
+    """Dry-run the fastest of `choices` (in this order), at most three, until one fits the device's
+    memory. Return its counts against the closed forms, and why those before it were rejected; or
     why there is none. `progress` shows a bar on stderr.
     """
     rejected: list[str] = []

@@ -51,9 +51,10 @@ from dolmen.model.spec.layers import Activation
 
 
 def read(args: Mapping[str, Any], legacy: bool, rows: int) -> ModelSpec:
-    """Return the model spec that Megatron computes with `args` (valid by SCHEMA) and a vocabulary
-    of `rows`. `legacy`: saved by Megatron's classes from before Megatron-Core, which ignore some
-    options. Raises ValueError, with option and value, for what dolmen does not compute.
+    """Return the model spec that Megatron computes with the checkpoint's `args` (already checked
+    against the schema) and a vocabulary of `rows`. `legacy`: saved by Megatron's classes from
+    before Megatron-Core, which ignore some options. Raises ValueError, with option and value, for
+    what dolmen does not compute.
     """
     options = MegatronOptions(args)
     # options with one supported value
