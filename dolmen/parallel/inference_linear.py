@@ -83,7 +83,7 @@ class OneDnn:
     def __call__(
         self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None
     ) -> Float[Tensor, "tokens out"]:
-        """Return x W^T + b in fp32, without autograd."""
+        """Return x W^T + b in the weight's dtype, fp32 or bf16, without autograd."""
         return compute.prepacked_linear(x, self.weight, bias)
 
 
