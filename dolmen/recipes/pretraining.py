@@ -168,106 +168,78 @@ LLAMA_3_0 = LLAMA_3 | {
 }
 
 
-def shape(hidden: int, mlp: int, layers: int, heads: int, **more: int) -> dict[str, Any]:
-    """Return the config.json fields of a Llama's shape: hidden_size, intermediate_size (`mlp`),
-    num_hidden_layers, num_attention_heads, and `more` under their own names.
+def llama(
+    about: str,
+    family: dict[str, Any],
+    shape: tuple[int, int, int, int],
+    lr: float,
+    batch: int,
+    **fields: Any,
+) -> Published:
+    """Return a Llama of the `shape` (hidden size, intermediate size, layers, query heads), whose
+    other config.json fields are those of `family` and `fields`, pretrained on sequences of 8,192
+    tokens, or of the model's maximum if that is less. `lr`: peak learning rate; `batch`: sequences
+    per step.
     """
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        **more,
-    }
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    model = family | dict(zip(names, shape, strict=True)) | fields
+    return Published(about, model, lr, batch, min(8192, model["max_position_embeddings"]))
 
 
 LLAMAS = {
-    "llama-1b": Published(
+    "llama-1b": llama(
         "the shape of Llama 3.2 1B",
-        LLAMA_3
-        | shape(2048, 8192, 16, 32, head_dim=64)
-        | {
-            # 3.2 scales its positions by 32, 3.1 by 8
-            "rope_parameters": LLAMA_3["rope_parameters"] | {"factor": 32.0},
-            "tie_word_embeddings": True,
-        },
+        LLAMA_3,
+        (2048, 8192, 16, 32),
         4e-4,
         256,
+        head_dim=64,
+        # 3.2 scales its positions by 32, 3.1 by 8
+        rope_parameters=LLAMA_3["rope_parameters"] | {"factor": 32.0},
+        tie_word_embeddings=True,
     ),
-    "llama-8b": Published(
-        "the shape of Llama 3.1 8B", LLAMA_3 | shape(4096, 14336, 32, 32, head_dim=128), 3e-4, 512
+    "llama-8b": llama(
+        "the shape of Llama 3.1 8B", LLAMA_3, (4096, 14336, 32, 32), 3e-4, 512, head_dim=128
     ),
-    "llama-70b": Published(
-        "the shape of Llama 3.1 70B",
-        LLAMA_3 | shape(8192, 28672, 80, 64, head_dim=128),
-        1.5e-4,
-        1024,
+    "llama-70b": llama(
+        "the shape of Llama 3.1 70B", LLAMA_3, (8192, 28672, 80, 64), 1.5e-4, 1024, head_dim=128
     ),
-    "llama-405b": Published(
-        "the shape of Llama 3.1 405B",
-        LLAMA_3 | shape(16384, 53248, 126, 128, head_dim=128),
-        8e-5,
-        2048,
+    "llama-405b": llama(
+        "the shape of Llama 3.1 405B", LLAMA_3, (16384, 53248, 126, 128), 8e-5, 2048, head_dim=128
     ),
     # 4 M tokens per step, as in 2302.13971
-    "llama-7b": Published(
-        "Llama 1 of 7 B",
-        LLAMA_1 | shape(4096, 11008, 32, 32, num_key_value_heads=32),
-        3e-4,
-        2048,
-        2048,
+    "llama-7b": llama(
+        "Llama 1 of 7 B", LLAMA_1, (4096, 11008, 32, 32), 3e-4, 2048, num_key_value_heads=32
     ),
-    "llama-13b": Published(
-        "Llama 1 of 13 B",
-        LLAMA_1 | shape(5120, 13824, 40, 40, num_key_value_heads=40),
-        3e-4,
-        2048,
-        2048,
+    "llama-13b": llama(
+        "Llama 1 of 13 B", LLAMA_1, (5120, 13824, 40, 40), 3e-4, 2048, num_key_value_heads=40
     ),
-    "llama-33b": Published(
-        "Llama 1 of 33 B",
-        LLAMA_1 | shape(6656, 17920, 60, 52, num_key_value_heads=52),
-        1.5e-4,
-        2048,
-        2048,
+    "llama-33b": llama(
+        "Llama 1 of 33 B", LLAMA_1, (6656, 17920, 60, 52), 1.5e-4, 2048, num_key_value_heads=52
     ),
-    "llama-65b": Published(
-        "Llama 1 of 65 B",
-        LLAMA_1 | shape(8192, 22016, 80, 64, num_key_value_heads=64),
-        1.5e-4,
-        2048,
-        2048,
+    "llama-65b": llama(
+        "Llama 1 of 65 B", LLAMA_1, (8192, 22016, 80, 64), 1.5e-4, 2048, num_key_value_heads=64
     ),
     # 4 M tokens per step, as in 2307.09288
-    "llama-2-7b": Published(
-        "Llama 2 of 7 B",
-        LLAMA_2 | shape(4096, 11008, 32, 32, num_key_value_heads=32),
-        3e-4,
-        1024,
-        4096,
+    "llama-2-7b": llama(
+        "Llama 2 of 7 B", LLAMA_2, (4096, 11008, 32, 32), 3e-4, 1024, num_key_value_heads=32
     ),
-    "llama-2-13b": Published(
-        "Llama 2 of 13 B",
-        LLAMA_2 | shape(5120, 13824, 40, 40, num_key_value_heads=40),
-        3e-4,
-        1024,
-        4096,
+    "llama-2-13b": llama(
+        "Llama 2 of 13 B", LLAMA_2, (5120, 13824, 40, 40), 3e-4, 1024, num_key_value_heads=40
     ),
-    "llama-2-70b": Published(
+    "llama-2-70b": llama(
         "Llama 2 of 70 B, with grouped-query attention",
-        LLAMA_2 | shape(8192, 28672, 80, 64, num_key_value_heads=8),
+        LLAMA_2,
+        (8192, 28672, 80, 64),
         1.5e-4,
         1024,
-        4096,
+        num_key_value_heads=8,
     ),
-    "llama-3-8b": Published(
-        "the shape of Llama 3 8B", LLAMA_3_0 | shape(4096, 14336, 32, 32, head_dim=128), 3e-4, 512
+    "llama-3-8b": llama(
+        "the shape of Llama 3 8B", LLAMA_3_0, (4096, 14336, 32, 32), 3e-4, 512, head_dim=128
     ),
-    "llama-3-70b": Published(
-        "the shape of Llama 3 70B",
-        LLAMA_3_0 | shape(8192, 28672, 80, 64, head_dim=128),
-        1.5e-4,
-        1024,
+    "llama-3-70b": llama(
+        "the shape of Llama 3 70B", LLAMA_3_0, (8192, 28672, 80, 64), 1.5e-4, 1024, head_dim=128
     ),
 }
 
