@@ -57,6 +57,19 @@ def test_resumed_on_another_machine_is_bitwise_never_moved(material, tmp_path, m
     assert losses(storage.working_folder(url)) == losses(calm)
 
 
+def test_the_quickstart_runs_at_a_url(material, tmp_path, machine):
+    """With its export, and a command for it that names the URL."""
+    url = "memory://bucket/quickstart"
+    words = ("--layout.dp", 1, "--train.steps", 2, "--train.sequence-length", 16, *FIXED)
+    words = (*words, "--data.path", material.docs, "--data.cache", tmp_path / "cache")
+    words = (*words, "--model.vocab-size", 300, "--data.tokenizer", "bpe:300")
+    result = dolmen("train", "quickstart", "--out", url, *words, "--log.validation-tokens", 64)
+    # a long URL goes over lines
+    assert result.code == 0 and f"dolmengenerate{url}/hf" in "".join(result.out.split()), result.err
+    names = storage.RemoteFolder(url).files()
+    assert {"summary.json", "hf/model.safetensors", "checkpoints/step-00000002/seal"} < {*names}
+
+
 def test_a_restart_on_a_host_that_has_nothing(material, tmp_path, machine, monkeypatch):
     """As torchrun starts it, without --resume."""
     url = f"file://{tmp_path}/bucket/run"
