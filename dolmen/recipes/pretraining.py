@@ -86,9 +86,10 @@ GPT = {
 def gpt(
     about: str, hidden: int, layers: int, heads: int, lr: float, batch: int, vocabulary: int = 51200
 ) -> Published:
-    """Return a GPT of the papers on Megatron, as a gpt2 config.json with n_inner of 4 * n_embd
-    (`hidden`) and 2,048 positions, pretrained on sequences of 2,048 tokens. `lr`: peak learning
-    rate; `batch`: sequences per step; `vocabulary`: by default as Megatron pads it.
+    """Return the table row of a GPT: its gpt2 config.json, with n_embd (`hidden`), n_inner of 4
+    times that and 2,048 positions, and how it is pretrained, on sequences of 2,048 tokens. `about`:
+    text of the recipe; `lr`: peak learning rate; `batch`: sequences per step; `vocabulary`: by
+    default as Megatron pads it.
     """
     sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_inner": 4 * hidden}
     return Published(about, GPT | {"vocab_size": vocabulary} | sizes, lr, batch, 2048)
@@ -176,10 +177,10 @@ def llama(
     batch: int,
     **fields: Any,
 ) -> Published:
-    """Return a Llama of the `shape` (hidden size, intermediate size, layers, query heads), whose
-    other config.json fields are those of `family` and `fields`, pretrained on sequences of 8,192
-    tokens, or of the model's maximum if that is less. `lr`: peak learning rate; `batch`: sequences
-    per step.
+    """Return the table row of a Llama: its config.json, with the `shape` (hidden size, intermediate
+    size, layers, query heads) and all other fields from `family` and `fields`, and how it is
+    pretrained, on sequences of 8,192 tokens or of the model's maximum if that is less. `about`:
+    text of the recipe; `lr`: peak learning rate; `batch`: sequences per step.
     """
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     model = family | dict(zip(names, shape, strict=True)) | fields

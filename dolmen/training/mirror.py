@@ -78,8 +78,8 @@ def check_url(url: str, resume: bool, overwrite: bool) -> None:
 
 
 def run_name(out: Path, to: str | None) -> str:
-    """Return the name of a run for messages and commands: its URL `to` if `out` is only where it
-    works, else the folder `out`.
+    """Return how messages and commands name a run: by its URL `to` if `out` is only the local
+    working folder of that URL, else by the path of its folder `out`. `to` None: it has no URL.
     """
     return to if to is not None and out == storage.working_folder(to) else str(out)
 

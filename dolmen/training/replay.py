@@ -95,8 +95,8 @@ def check(config: RunConfig, recorded: Mapping[int, Receipt], options: ReplayCon
 
 
 def pull_inputs(name: str) -> Path:
-    """Return the folder of the run `name`; of a URL that of local copies of its config.yaml and
-    receipts, which are downloaded. Raises ValueError or StorageError.
+    """Return the local folder of the run `name`. For a URL: download the run's config.yaml and
+    receipts.jsonl, and return the folder of these copies. Raises ValueError or StorageError.
     """
     if not is_url(name):
         return Path(name)
@@ -105,9 +105,10 @@ def pull_inputs(name: str) -> Path:
 
 
 def find_checkpoint(options: ReplayConfig, run: Path, to: str | None) -> tuple[int, Path | None]:
-    """Return the newest step before that of the options of which the run has a checkpoint, and the
-    folder of that, with all its files: those that another machine has saved are downloaded from the
-    run's URL. (0, None) without one. Raises ValueError or StorageError.
+    """Return (step, local folder) of the run's newest complete checkpoint before options.step, from
+    which the replay starts; (0, None) if there is none. `run`: local folder of the run; `to`: its
+    URL, if it has one. Files of the checkpoint that are only at the URL are downloaded first.
+    Raises ValueError or StorageError.
     """
     url = options.folder if is_url(options.folder) else None
     local = list_checkpoints(run / "checkpoints")

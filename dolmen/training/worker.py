@@ -242,8 +242,9 @@ def prepare(
 
 @contextmanager
 def restartable_storage() -> Iterator[None]:
-    """Context manager: in a restart a StorageError is raised as Failed, which ends this process for
-    the launcher to start it again: the run has found its storage before.
+    """Context manager: if this process was restarted by its launcher, raise a StorageError as
+    Failed, so that the launcher starts it once more: the run has found its storage before, so the
+    failure may pass. At the first start the error is raised unchanged.
     """
     try:
         yield

@@ -197,7 +197,9 @@ class Watched:
 
 
 def _shown_folder(folder: Path) -> str:
-    """Return the URL of which `folder` is a local copy or working folder, else its path."""
+    """Return how the page names a run's folder: the URL of which it is a local copy or working
+    folder, or else its path.
+    """
     url = storage.working_url(folder) or storage.working_url(folder, storage.COPIES)
     return url or str(folder)
 
