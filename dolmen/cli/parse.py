@@ -331,7 +331,5 @@ def _describe_option(option: Option) -> list[str]:
 
 
 def _format_words(value: Any) -> str:
-    """Return a value as it is typed on the command line: a tuple or list as words with spaces
-    between.
-    """
+    """Return the value as str() writes it; of a tuple or list each element, with spaces between."""
     return " ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)

@@ -140,9 +140,9 @@ class Tolerance:
         self.before = before
 
     def limit(self, factor: float = 1.0) -> float:
-        """Return the difference that is allowed for the next tensor, times `factor`: 8 times the
-        largest one admitted so far, but no less than 32 rounding units of the coarser dtype, and no
-        more than 32,000 units or 0.5.
+        """Return the difference that is allowed for the next tensor: `factor` times the larger of 8
+        times the largest one admitted so far and 32 rounding units of the coarser dtype; in any
+        case at most 32,000 units, and at most 0.5.
         """
         return min(self.most, factor * max(self.least, GROWTH * self.before))
 

@@ -91,8 +91,8 @@ def expand(name: str | Path) -> Path:
 
 
 def is_url(name: str | Path) -> bool:
-    """Return True if a name is a URL such as s3://bucket/folder, which fsspec reads
-    (files/storage.py).
+    """Return True if a name begins with a lower-case scheme and ://, such as s3://bucket/folder,
+    which fsspec reads (files/storage.py). A Path is never one, as it joins the two slashes.
     """
     return re.match(r"[a-z][a-z0-9+.-]*://", str(name)) is not None
 

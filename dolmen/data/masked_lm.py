@@ -145,9 +145,9 @@ class Cloze:
 def cloze_for_tokenizer(
     tokenizer: PreTrainedTokenizer, sequence_length: int, fraction: float, pairs: bool, seed: int
 ) -> Cloze:
-    """Return a `Cloze`, which makes masked sequences, for a tokenizer: from its special tokens and
-    the form of its pieces, by which words begin. Raises ValueError where it lacks such tokens, and
-    for sequences too short for two texts.
+    """Return a `Cloze` for a tokenizer: from its cls, sep, mask and pad tokens and the form of its
+    pieces, by which words begin (unmarked pieces: each one). Raises ValueError where it lacks such
+    a token, or for a sequence_length under 8, which is too short for two texts.
     """
     if sequence_length < 8:
         raise ValueError(

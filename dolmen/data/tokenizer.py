@@ -44,8 +44,9 @@ BYTES = {letter: byte for byte, letter in LETTERS.items()}
 
 
 def bytes_of(token: str) -> bytes | None:
-    """Return the bytes that a token stands for, written by GPT-2's letters or as <0xE4>; None for a
-    token of characters.
+    """Return the bytes that a token stands for: the one of <0xE4>, or one for each of the letters
+    by which GPT-2's tokenizer writes bytes ("abc" is b"abc"). None if any character is not such a
+    letter.
     """
     if numbered := NUMBERED.fullmatch(token):
         return bytes([int(numbered[1], 16)])

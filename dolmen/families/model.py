@@ -265,7 +265,8 @@ def model_from_spec(
 
 def add_standard_fields(model: ModelConfig) -> ModelConfig:
     """Return the model with fields that transformers states besides structure, where absent:
-    architectures, dtype float32, special tokens and dropout of 0.
+    architectures, dtype float32 (not beside torch_dtype), and the family's `extra_fields`, such as
+    special tokens and a dropout of 0.
     """
     family = model.family
     defaults = {

@@ -211,8 +211,8 @@ def _locate(error: ErrorDetails, value: Any) -> tuple[str, Any, int]:
 
 
 def describe_value(value: Any) -> str:
-    """Describe a value for a message, in one short line of ASCII: containers by their length,
-    integers of over 40 digits as such.
+    """Describe a value for a message, in one short line of ASCII: "a mapping of 3", "a list of 3",
+    null, true, false, "an integer of more than 40 digits"; anything else as its repr, cut short.
     """
     if isinstance(value, (dict, list)):
         return f"a {'mapping' if isinstance(value, dict) else 'list'} of {len(value):,}"

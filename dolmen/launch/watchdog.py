@@ -243,9 +243,10 @@ class Watch:
 
 
 def collective_of(frame: FrameType | None) -> str | None:
-    """Return the name of the collective in which a thread with the innermost `frame` is, with
-    dolmen's function, file that called it; None if it is in no collective: none of its four
-    innermost calls is in torch.distributed or in dolmen's collectives.
+    """Return "NAME in FUNCTION (FILE)": the collective in which a thread with the innermost `frame`
+    is (of dolmen's collectives the outermost, otherwise torch's innermost), and the function of
+    dolmen that called it; NAME alone without such a caller. None if none of the four innermost
+    calls is in torch.distributed or dolmen's collectives.
     """
     for _ in range(4):
         if frame is None or _is_collective(frame):

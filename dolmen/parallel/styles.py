@@ -138,7 +138,7 @@ class _Logits(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows inputs"]) -> Float[Tensor, "*rows vocabulary"]:
         """Return all outputs, [..., vocabulary], on every rank of tp, from x, which is whole on
-        each.
+        each. The ranks' shares of the rows may differ in length (10 over tp 4: 3, 3, 3, 1).
         """
         here = F.linear(collectives.copy(x, self.tp), self.weight, self.bias)
         # rows need not divide: 10 over tp 4 are 3, 3, 3 and 1

@@ -102,8 +102,10 @@ def _count_flash_forward(args: Sequence[Any], options: dict[str, Any]) -> Multip
 
 
 def _count_flash_backward(args: Sequence[Any], options: dict[str, Any]) -> Multiplied:
-    """Return shape, FLOPs and dtype of flash attention's backward from the operator's arguments:
-    five products, scores once more, and the gradients of scores, queries, keys and values.
+    """Return shape, FLOPs and dtype of flash attention's backward from the operator's arguments: as
+    `_count_flash` has them of its forward, causal masks and segments included, with five times the
+    FLOPs of the scores' product: scores once more, and the gradients of scores, queries, keys and
+    values.
     """
     _, q, _, _, _, _, segments, _, queries, keys, _, causal = args[:12]
     scores = _count_flash(q, segments, (queries, keys), causal, options)

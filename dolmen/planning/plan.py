@@ -164,7 +164,7 @@ class Compared(NamedTuple):
     @property
     def more_seconds(self) -> float:
         """Seconds by which the links are busy longer with the bytes that the dry run counted than
-        with those of the closed form; negative if shorter.
+        with those of the closed form; negative if shorter, 0 where the closed form has no bytes.
         """
         # time is proportional to bytes
         return self.seconds * (self.counted / self.closed_form - 1) if self.closed_form else 0.0

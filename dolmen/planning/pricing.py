@@ -321,8 +321,8 @@ class Pricing:
         return self._sent[key]
 
     def _fsdp_units(self, choice: LayoutChoice) -> int:
-        """Return how many FSDP units a rank has, which are gathered and reduced one at a time: its
-        blocks, and one for embedding and head.
+        """Return how many FSDP units a rank has, which are gathered and reduced one at a time:
+        layers // pp (rounded down) for its blocks, and one for embedding and head.
         """
         return self.capacity.spec.layers // choice.pp + 1
 

@@ -26,10 +26,10 @@ LESS = 0.99
 
 
 def changes(question: Question, choice: LayoutChoice, now: float) -> Iterator[Change]:
-    """Simulate each layout that differs from `choice` in one option (and the dp that follows), and
-    yield what it would change: seconds per step and peak bytes, the fastest first. Left out are
-    layouts that are neither faster than `now`, the seconds of `choice`, nor need at least 1 % less
-    memory.
+    """Simulate each layout that differs from `choice` in one option (and the dp that follows); once
+    all are simulated, yield what each would change, the fastest first, also those that do not fit
+    in memory: seconds per step, peak bytes, whether they fit. Left out are layouts that are neither
+    faster than `now`, the seconds of `choice`, nor need at least 1 % less memory.
     """
     here = question.fullest_bytes(choice)
     tried = []

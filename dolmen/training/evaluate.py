@@ -347,7 +347,7 @@ class Validator:
 
     def begin(self, saved: Validation | None) -> None:
         """Take the validation stored in the checkpoint that the run resumes from (None: none) as
-        the last one.
+        the last one, and as the last one with a finite loss.
         """
         self.last = self.last_finite = saved
 

@@ -494,7 +494,10 @@ def open_megatron(
 def source_of(
     checkpoint: MegatronCheckpoint, model: ModelConfig | None = None, rows: int | None = None
 ) -> Megatron:
-    """Return a source of a checkpoint whose pickles are read; see `open_megatron`."""
+    """Return a source of a checkpoint whose pickles are read: of `model`, or if None of the model
+    that the checkpoint states, with a vocabulary of `rows` tokens (None: of the size it states;
+    ignored with a `model`).
+    """
     place = sidecars.place(checkpoint.folder)
     if model is None:
         model = _model(checkpoint, place, rows)

@@ -227,8 +227,8 @@ def mark_fp8(params: ParamSpecs, layers: int, recipe: Fp8) -> ParamSpecs:
 
 
 def _uses_fp8(name: str, param: ParamSpec, layers: range) -> bool:
-    """Return whether a parameter is a matrix or expert weight of attention or mlp in one of
-    `layers`.
+    """Return whether a parameter of attention or mlp in one of `layers` has the role "matrix" or
+    "expert".
     """
     match = LAYER.fullmatch(name)
     return match is not None and param.role in ("matrix", "expert") and int(match[1]) in layers

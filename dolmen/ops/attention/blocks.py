@@ -169,8 +169,9 @@ def _shared_mask(queries: int, keys: int, rule: Rule, device: torch.device) -> T
 
 
 def _mask(queries: range, keys: range, rule: Rule, device: torch.device) -> Tensor | None:
-    """Return the additive mask (0 or -inf) of these queries and keys: [rows, keys], or with
-    documents [batch, 1, rows, keys]; None where every query sees every key.
+    """Return the additive mask (0 or -inf) of these queries, whose positions `rule.offset` shifts,
+    and keys: [rows, keys], rule.group consecutive rows for each query; with documents [batch, 1,
+    rows, keys]. None where every query sees every key, without documents.
     """
     starts, reach, window = rule.starts, rule.reach, rule.window
     first, stop = queries.start + rule.offset, queries.stop + rule.offset

@@ -180,8 +180,9 @@ def check_group_size(config: RolloutConfig) -> None:
 
 
 def check_reward_model(resolved: ResolvedRun, name: str) -> None:
-    """Raise ValueError where the reward model `name` has no scalar head, another vocabulary, no
-    more positions than the run's sequence length, or a shape that the layout does not divide.
+    """Raise ValueError where the reward model `name` has no scalar head, another vocabulary, a
+    shape that the layout does not divide, or max_position_embeddings <= the run's sequence length,
+    as a prompt with its completion may have one token more.
     """
     run, source = resolved.config, resolved.rewards[name]
     tokenizer, spec = run.data.tokenizer or resolved.tokenizer, source.spec

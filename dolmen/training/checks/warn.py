@@ -90,8 +90,9 @@ def no_replay_source(run: RunConfig, loader: Loader) -> str | None:
 
 
 def one_validation_source(run: RunConfig, loader: Loader) -> str | None:
-    """Return a warning if --log.validate-sources asks for a loss per data source, and the
-    validation split is not divided by source; None with a single source.
+    """Return a warning if --log.validate-sources asks for a validation loss per data source and
+    there is none: data.validation is one set for all, or fewer than two sources have validation
+    text. None if data.path is a single source.
     """
     if not run.log.validate_sources or loader.validation_by_source or len(loader.mixture.parts) < 2:
         return None
