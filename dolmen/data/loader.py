@@ -232,7 +232,7 @@ def load(
     tokenised or read from the cache, a validation split held out, and the rest mixed or packed into
     samples. `verify`: compare the cache with its digests (once per host). `steps`: of the whole
     run, which Megatron's order needs. `model`: reads the batches; a bidirectional one gets masked
-    tokens. Raises ValueError.
+    tokens. Raises ValueError for data that cannot be used or are too short.
     """
     if config.rows != "text":
         return chat_loader.prepare(

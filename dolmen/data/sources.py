@@ -187,7 +187,9 @@ class DataSource:
         return replace(self, indexed=())
 
     def only(self, file: Path) -> "DataSource":
-        """Return a source that has only the .bin `file` of this one."""
+        """Return a source with `file`, one of the .bin files of this one, as its only data and its
+        name.
+        """
         return replace(self, name=str(file), files=(), hubs=(), left_out=(), indexed=(file,))
 
 

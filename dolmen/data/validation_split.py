@@ -476,8 +476,8 @@ def exclusion_note(corpus: Corpus, indices: np.ndarray, why: str) -> str:
 
 
 def check_length(division: Division, corpus: Corpus, sequence_length: int) -> None:
-    """Raise ValueError where a source has fewer training tokens than one window (sequence_length +
-    1), and state where the others went.
+    """Raise ValueError if less than one window (sequence_length + 1 tokens) of `corpus` is left to
+    train on; the message says how many tokens are copies or held out.
     """
     left = len(division.training)
     if left > sequence_length:

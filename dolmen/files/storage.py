@@ -148,10 +148,12 @@ class RemoteFolder:
         return self.read_block(name, 0, stored.size)
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small object, and read it back until it has this content."""
+        """Write `content` as object `name` (small), read it back, and write again until the content
+        is right. Raises StorageError after PATIENCE (600 s).
+        """
 
         def attempt() -> None:
-            """Write the object and compare it."""
+            """Write the object and read it back. Raises OSError if the content differs."""
             with self._atomic_path(name) as path:
                 self._system.pipe_file(path, content)
             if (stored := self._system.cat_file(self._path(name))) != content:
@@ -165,7 +167,9 @@ class RemoteFolder:
         """
 
         def attempt() -> None:
-            """Upload the file whole, in parts as fsspec decides."""
+            """Upload the file, in parts as fsspec decides. Raises OSError if the stored size
+            differs.
+            """
             size = file.stat().st_size  # each time: that of another file would never be stored
             with self._atomic_path(name) as path:
                 self._system.put_file(str(file), path)

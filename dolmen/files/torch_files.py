@@ -551,7 +551,7 @@ class TorchFileWriter:
         self._add(f"data/{key}", (part.numpy().data for part in data.split(2**26)), spec.nbytes)
 
     def close(self) -> None:
-        """Complete the file. Raises KeyError if tensors are missing."""
+        """Close the archive. Raises KeyError if tensors of the file were not written."""
         self.archive.close()
         if self.left:
             raise KeyError(f"{len(self.left)} tensors were not written, e.g. {list(self.left)[:3]}")

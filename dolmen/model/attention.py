@@ -94,9 +94,9 @@ class CoreAttention(nn.Module):
     def _sums(
         self, q: Tensor, k: Tensor, v: Tensor, inputs: LayerInputs, sinks: Tensor | None
     ) -> Tensor:
-        """Compute attention with the mask of `inputs.documents` and, if `inputs.noise` is set,
-        dropout of the probabilities, by context parallelism's ring or gather. k and v are first
-        expanded to one head per query head where groups are unequal.
+        """Return the attention output, with the mask of `inputs.documents` and, if `inputs.noise`
+        is set, dropout of the probabilities, by context parallelism's ring or gather. k and v are
+        first expanded to one head per query head where groups are unequal.
         """
         if self.kv_head_of_query is not None:
             k, v = (_per_query(t, self.kv_head_of_query, 2) for t in (k, v))

@@ -166,7 +166,9 @@ class KTO:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The metrics: accuracy and margin."""
+        """The metrics: accuracy, the share of completions whose log-ratio is on the desired side of
+        the KL estimate, and margin, their mean distance from it on that side, times beta.
+        """
         return pairs.METRICS
 
     def __post_init__(self):

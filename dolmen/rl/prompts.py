@@ -77,7 +77,9 @@ class Prompts:
         return [f"{self.name}: {self.prompts[self.index(number)].location}" for number in numbers]
 
     def epochs(self, samples: int) -> dict[str, float]:
-        """Return how often the prompts were read after so many samples, by name."""
+        """Return {name of the data: how many times (a fraction) all prompts have been read after
+        `samples` samples}; each prompt counts as `self.repeats` samples.
+        """
         return {self.name: samples / (self.repeats * len(self.prompts))}
 
     def index(self, number: int, attempt: int = 0) -> int:

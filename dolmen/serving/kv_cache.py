@@ -215,7 +215,9 @@ class CacheBatch:
 
     @property
     def is_compiled(self) -> bool:
-        """See `ForwardCache`."""
+        """True if compiled blocks compute this forward: compilation is on, and it has exactly one
+        new token of each sequence, without prefill or padding.
+        """
         return self.compile and isinstance(self.layers[0], DecodeLayer)
 
 
