@@ -54,7 +54,7 @@ from dolmen.ops.attention import BACKENDS, Attend, Documents, decode, score_bias
 from dolmen.ops.attention.decode import Alone, Pages
 from dolmen.ops.attention.spec import Attended, Keys, Queries, Values
 from dolmen.ops.elementwise import SCORES, Dropout
-from dolmen.parallel import tensor
+from dolmen.parallel import exact, tensor
 from dolmen.parallel.qk_norm import rms_norm_over_width
 from dolmen.parallel.tensor import Linear
 
@@ -203,8 +203,17 @@ class Attention(Branch):
         self.o = RowParallelLinear(select_prefix(params, "o"), self.tp)
         self.sinks = ParameterModule(select_prefix(params, "sinks")) if attention.sinks else None
         norm, self.norm_of = attention.qk_norm, attention.qk_norm_of
-        self.q_norm = None if norm is None else Norm(norm, select_prefix(params, "q_norm"), kernels)
-        self.k_norm = None if norm is None else Norm(norm, select_prefix(params, "k_norm"), kernels)
+        sum_rows = None
+        if kernels.exact is not None:
+            sum_rows = (
+                partial(exact.sum_heads, exact=kernels.exact, axis=self.tp.axis)
+                if self.norm_of == "heads"
+                else exact.sum_sequences
+            )
+        self.q_norm, self.k_norm = (
+            None if norm is None else Norm(norm, select_prefix(params, name), kernels, sum_rows)
+            for name in ("q_norm", "k_norm")
+        )
 
     @staticmethod
     def attend(mixer: spec.AttentionSpec) -> Attend:
@@ -286,7 +295,7 @@ class Attention(Branch):
             return self.q_norm(q), self.k_norm(k, self._local_kv_rows)
         # "width": mean square over all heads of all ranks of tp, one sum of 2 numbers per token
         weights = local(self.q_norm.weight), local(self.k_norm.weight)
-        return rms_norm_over_width(q, k, *weights, self.q_norm.eps, self.tp.axis)
+        return rms_norm_over_width(q, k, *weights, self.q_norm.eps, self.tp)
 
 
 def _rows(p: Tensor, first: int, count: int) -> Tensor:

@@ -155,7 +155,11 @@ class Decoder(nn.Module):
         model has none, and on ranks without the first stage.
         """
         params = select_prefix(self.spec.params, name)
-        return PositionEmbedding(table, params) if self.split.first and table and params else None
+        return (
+            PositionEmbedding(table, params, self.split.kernels)
+            if self.split.first and table and params
+            else None
+        )
 
     def _add_head(self) -> None:
         """Set the modules after the last block. A module is None if the model has none of its kind,

@@ -10,6 +10,7 @@ the same input are packed as one (`fuse`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -23,8 +24,9 @@ from dolmen.core.state import Places, Replicate, Shard, local, local_view
 from dolmen.core.torch_private import compute
 from dolmen.model import spec
 from dolmen.model.spec import ParamSpec, ParamSpecs
+from dolmen.ops import invariant
 from dolmen.ops.kernels import Kernels
-from dolmen.ops.norm import rms_norm
+from dolmen.ops.norm import SumRows, layer_norm, rms_norm
 from dolmen.parallel import tensor, vocabulary
 from dolmen.parallel.inference_linear import MultiLora, Weights, prepack, prepack_together
 from dolmen.parallel.quantized_product import Delayed, Rounding
@@ -302,17 +304,26 @@ class RowParallelLinear(ParameterModule):
 
 class Norm(ParameterModule):
     """RMSNorm or LayerNorm over the last dim; with a weight [heads, size], over each head with its
-    own weight.
+    own weight. `sum_rows`: with exact numerics, how gradients of weight and bias are added; None:
+    as those of a norm of the residual stream.
     """
 
-    def __init__(self, norm: spec.NormSpec, params: ParamSpecs, kernels: Kernels):
+    def __init__(
+        self,
+        norm: spec.NormSpec,
+        params: ParamSpecs,
+        kernels: Kernels,
+        sum_rows: SumRows | None = None,
+    ):
         """Register the weight and bias of `params`, if any, and keep kind and eps of the spec
         `norm`.
         """
         super().__init__(params)
         self.eps = norm.eps
         self.kernel: Literal["passes", "fused"] = kernels.norm
-        self.leaf = None if kernels.exact is None else kernels.exact.token_leaf
+        if sum_rows is None and kernels.exact is not None:
+            sum_rows = partial(invariant.sum_tokens, leaf=kernels.exact.token_leaf)
+        self.sum_rows = sum_rows
         self.centres, self.zero_centred = norm.kind == "layernorm", norm.zero_centred
         self.affine = norm.affine
 
@@ -325,16 +336,15 @@ class Norm(ParameterModule):
         """
         with profiling.record_range("norm"):
             # OLMo: no weight and no bias
-            if not self.affine:
-                return F.layer_norm(x, (x.shape[-1],), None, None, self.eps)
-            weight = local_rows(self.weight)
-            if weight.ndim == 2:
+            weight = local_rows(self.weight) if self.affine else None
+            if not self.centres and weight is not None:
+                return rms_norm(x, weight, self.eps, self.kernel, self.zero_centred, self.sum_rows)
+            bias = None if self.bias is None else local(self.bias)
+            if self.sum_rows is not None:
+                return layer_norm(x, weight, bias, self.eps, self.sum_rows)
+            if weight is not None and weight.ndim == 2:
                 # per-head LayerNorm (Cohere, StableLM)
                 return F.layer_norm(x, (x.shape[-1],), None, None, self.eps) * weight
-            # RMSNorm; LayerNorm below
-            if not self.centres:
-                return rms_norm(x, weight, self.eps, self.kernel, self.zero_centred, self.leaf)
-            bias = None if self.bias is None else local(self.bias)
             return F.layer_norm(x, (x.shape[-1],), weight, bias, self.eps)
 
 
@@ -363,14 +373,17 @@ class Embedding(ParameterModule):
 class PositionEmbedding(ParameterModule):
     """Learned position embedding (GPT-2), replicated over tp: positions [n] -> [n, hidden]."""
 
-    def __init__(self, table: spec.PositionTable, params: ParamSpecs):
+    def __init__(self, table: spec.PositionTable, params: ParamSpecs, kernels: Kernels):
         """Register the table of `params`, and keep the spec's row offset."""
         super().__init__(params)
-        self.offset = table.offset
+        self.offset, exact = table.offset, kernels.exact
+        self.look_up: Callable[[Tensor, Tensor], Tensor] = (
+            F.embedding if exact is None else partial(invariant.embedding, leaf=exact.token_leaf)
+        )
 
     def forward(self, positions: Int[Tensor, " here"]) -> Float[Tensor, "here hidden"]:
         """Return the table's rows of `positions`; row `offset` belongs to position 0."""
-        return F.embedding(positions + self.offset, local(self.weight))
+        return self.look_up(positions + self.offset, local(self.weight))
 
 
 class ReplicatedLinear(ParameterModule):

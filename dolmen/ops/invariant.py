@@ -7,6 +7,8 @@ What is known of torch 2.13 on a CPU (MKL 2024.2, oneDNN 3.12, AVX-512), in fp32
                             or with more threads below 256, MKL takes another kernel
                             -> padded to 16; the self-test refuses thread counts that do not hold
     exp, log, sqrt, rsqrt, tanh, erf, sums and maxima of contiguous rows, embedding: invariant
+    layer_norm              its gradient of the weight follows the number of rows
+                            -> made of means over rows (ops/norm.py)
     silu, gelu              differ in the remainder of a vector loop
                             -> made of exp, tanh, erf, quotients and products
     sum over rows           follows the number of columns -> a tree of additions
@@ -103,10 +105,10 @@ def sum_tokens(x: Float[Tensor, " tokens *rest"], leaf: int) -> Float[Tensor, " 
     tokens, then of one over leaves; half precision is added in fp32. Raises RuntimeError where
     `leaf` does not divide the tokens.
     """
-    return _add_pairs(_add_pairs(widen(x).reshape(-1, leaf, *x.shape[1:]), 1), 0)
+    return add_pairs(add_pairs(widen(x).reshape(-1, leaf, *x.shape[1:]), 1), 0)
 
 
-def _add_pairs(x: Tensor, dim: int) -> Tensor:
+def add_pairs(x: Float[Tensor, "*shape"], dim: int) -> Float[Tensor, "*rest"]:
     """Return the sum of x over `dim` in the fixed order of a tree, by elementwise additions:
     torch's own sum over rows takes another order where the number of columns is another one.
     """
@@ -116,6 +118,28 @@ def _add_pairs(x: Tensor, dim: int) -> Tensor:
         added = pairs.select(dim + 1, 0) + pairs.select(dim + 1, 1)
         x = added if even == n else torch.cat((added, x.narrow(dim, even, 1)), dim)
     return x.select(dim, 0)
+
+
+class _AddBias(TypedFunction):
+    """y + bias, whose gradient is added by `sum_tokens`."""
+
+    @staticmethod
+    def forward(ctx: Context[int], y: Tensor, bias: Tensor, leaf: int) -> Tensor:
+        """Return y + bias."""
+        ctx.kept = leaf
+        return y + bias
+
+    @staticmethod
+    def backward(ctx: Context[int], g: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        """Return the gradients of y and, where needed, of the bias."""
+        return g, sum_tokens(g, ctx.kept) if ctx.needs_input_grad[1] else None, None
+
+
+def add_bias(
+    y: Float[Tensor, "tokens out"], bias: Float[Tensor, " out"], leaf: int
+) -> Float[Tensor, "tokens out"]:
+    """Return y + bias with autograd, the bias's gradient added over leaves of `leaf` tokens."""
+    return _AddBias.apply(y, bias, leaf)
 
 
 def sum_blocks(x: Float[Tensor, "n size"], block: int) -> Float[Tensor, " n"]:
@@ -175,8 +199,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 class _Embedding(TypedFunction):
-    """Rows of a table; its gradient is added token by token within a sequence, and by a tree over
-    sequences.
+    """Rows of a table; its gradient is added token by token within a leaf, and by a tree over
+    leaves.
     """
 
     @staticmethod
@@ -202,7 +226,6 @@ def embedding(
     tokens: Int64[Tensor, " tokens"], weight: Float[Tensor, "rows hidden"], leaf: int
 ) -> Float[Tensor, "tokens hidden"]:
     """Return the rows of `weight` that `tokens` name, with autograd: the table's gradient is added
-    token by token within each sequence of `leaf` tokens, and in the fixed order of a tree over
-    sequences.
+    token by token within each leaf of `leaf` tokens, and in the fixed order of a tree over leaves.
     """
     return _Embedding.apply(tokens, weight, leaf)

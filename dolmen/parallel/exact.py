@@ -9,8 +9,10 @@ splits a sum decides who adds which subtree, and what crosses ranks is added in 
     gate and up          over tp
     dX of the head       blocks of the vocabulary: a rank's, then over tp
     dW                   sequences: those of a microbatch, then over microbatches, then over dp
-    dW of norms          the same, of parts of a sequence under sequence parallelism, whose ranks
-                         are added for each microbatch
+    dW of q and k norms  tokens, then `tp` leaves of heads: a rank's, then over tp, all within a
+                         sequence; then sequences
+    dW of norms, biases, the same, of parts of a sequence under sequence parallelism, whose ranks
+    learned positions    are added for each microbatch
     loss                 tokens, on a grid on which fp64 additions are exact, so in any order
     gradient norm        the same, on a grid that follows from the largest number
 
@@ -19,6 +21,7 @@ no whole subtree. Since (a + b) / count is not a / count + b / count when rounde
 divided by the count of tokens when they are complete (training/step.py).
 """
 
+import math
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -28,7 +31,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from dolmen.core import collectives, state
-from dolmen.core.mesh import Mesh
+from dolmen.core.mesh import Axis, Mesh
 from dolmen.core.reduction import Tree, widen
 from dolmen.core.torch_private import sharding
 from dolmen.ops import invariant
@@ -115,6 +118,25 @@ class LeafProduct:
         """
         pairs = zip(a.chunk(leaves, 1), b.chunk(leaves), strict=True)
         return invariant.sum_of_products(pairs, leaves)
+
+
+def sum_heads(
+    x: Float[Tensor, "batch length heads size"], exact: Exact, axis: Axis
+) -> Float[Tensor, " size"]:
+    """Return the sum over tokens and over the heads of all ranks of tp: within a sequence over
+    tokens, then over leaves of heads, which `axis` splits; then over sequences.
+    """
+    per_head = invariant.add_pairs(widen(x), 1)
+    leaves = per_head.unflatten(1, (exact.tp // axis.size, -1))
+    per_sequence = invariant.add_pairs(invariant.add_pairs(leaves, 2), 1)
+    return invariant.add_pairs(collectives.sum_(per_sequence.contiguous(), axis), 0)
+
+
+def sum_sequences(
+    x: Float[Tensor, "batch length heads size"],
+) -> Float[Tensor, "heads size"]:
+    """Return the sum over tokens of x: within a sequence, then over sequences."""
+    return invariant.add_pairs(invariant.add_pairs(widen(x), 1), 0)
 
 
 class ExactReduction(Reduction):
@@ -211,13 +233,18 @@ def gradient_norm(
     has whole ones: ZeRO cuts between rows, tp between leaves.
     """
     leaves = [
-        _squares(state.local_view(p.grad), p.shape[-1] // exact.tp if p.ndim > 1 else 1)
+        _squares(state.local_view(p.grad), _leaf_columns(p, exact.tp))
         for p in parameters
         # what tp replicates counts once
         if p.grad is not None and (mesh.tp.rank == 0 or state.replication_weight(p.grad) == 1)
     ]
     none = torch.zeros(1, dtype=torch.float64, device=mesh.device)
     return exact_sum(torch.cat([none, *leaves]), mesh).sqrt()
+
+
+def _leaf_columns(p: Tensor, tp: int) -> int:
+    """Return the columns of a leaf of squares, which divide a row of p and each tp rank's part."""
+    return math.gcd(p.shape[-1], p.shape[-1] // tp) if p.ndim > 1 else 1
 
 
 def _squares(gradient: Tensor, columns: int) -> Float64[Tensor, " leaves"]:

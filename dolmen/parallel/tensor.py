@@ -41,9 +41,10 @@ from torch import Tensor
 from dolmen.core import collectives, transfers
 from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis
+from dolmen.core.reduction import widen
 from dolmen.core.torch_private import compute
 from dolmen.ops import int8
-from dolmen.ops.invariant import sum_tokens
+from dolmen.ops.invariant import add_bias, sum_tokens
 from dolmen.ops.numerics import Exact
 from dolmen.parallel.exact import LeafProduct
 from dolmen.parallel.inference_linear import (
@@ -193,9 +194,10 @@ class TensorParallel:
     @property
     def branch_partial(self) -> bool:
         """True if the gradient of a replicated weight used inside a block, on this rank's heads (q
-        and k norms, shared k, v), is a partial sum.
+        and k norms, shared k, v), is a partial sum. With exact numerics it is summed over tp where
+        it is made, within each sequence (`parallel.exact.sum_heads`).
         """
-        return self.axis.size > 1
+        return self.axis.size > 1 and self.exact is None
 
     def product(self, linear: Linear) -> Product | None:
         """Return the object that computes this weight's three products in place of torch's:
@@ -632,10 +634,15 @@ def rows(
         y = reduce(add, [_integer_rows(x, linear, tp) for x, linear in pairs])
     else:
         parts = [part_of_rows(x, linear, tp) for x, linear in pairs]
+        if tp.exact is None or len(parts) == 1:
+            y = tp.leave(reduce(add, parts))
+        else:
+            # a tree over ranks for each: (a0 + b0) + (a1 + b1) is not (a0 + a1) + (b0 + b1)
+            y = reduce(add, [tp.leave(widen(part)) for part in parts])
         # of exact numerics partial sums are fp32, and rounded once
-        y = tp.leave(reduce(add, parts)).to(xs[0].dtype)
-    for linear in linears:
-        y = y if linear.bias is None else y + linear.bias
+        y = y.to(xs[0].dtype)
+    for bias in [linear.bias for linear in linears if linear.bias is not None]:
+        y = y + bias if tp.exact is None else add_bias(y, bias, tp.exact.token_leaf)
     return y
 
 

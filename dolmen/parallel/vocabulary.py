@@ -228,17 +228,18 @@ class _ExactLinearCrossEntropy(_LinearCrossEntropy):
         differentiate: bool,
         compile: bool,
     ) -> Tensor:
-        """Return the sum of losses in fp64, and keep the gradients of x and weight for backward,
-        added in fixed orders; see the base class. Asserts that there are no bias and no weights.
-        """
+        """Return the sum of losses in fp64; see the base class. Without weights."""
         exact = call.tp.exact
-        assert exact is not None and bias is None and weights is None, "checks/exact.py refuses it"
+        assert exact is not None and weights is None, "checks/exact.py refuses it"
         entered, block = call.tp.gather_input(x), exact.block(call.vocab_size)
-        wants_dx, wants_dw = (differentiate and wants for wants in ctx.needs_input_grad[:2])
+        wants_dx, wants_dw, wants_db = (
+            differentiate and wants for wants in ctx.needs_input_grad[:3]
+        )
         sequences = [slice(i, i + exact.tokens) for i in range(0, len(entered), exact.tokens)]
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         dx = torch.empty_like(entered, dtype=torch.float32) if wants_dx else None
         sums, dw = Tree(len(sequences)), None
+        bias_sums, db = Tree(len(sequences)), None
         blocks = weight.split(block)
         for i, rows in enumerate(sequences):
             losses, dlogits = _chunk(
@@ -247,11 +248,11 @@ class _ExactLinearCrossEntropy(_LinearCrossEntropy):
                 labels[rows],
                 call.first,
                 call.tp.axis,
-                wants_dx or wants_dw,
+                wants_dx or wants_dw or wants_db,
                 torch.float32,
                 call.soft_cap,
                 None,
-                None,
+                bias,
                 block,
             )
             total += round_losses(losses).sum()
@@ -262,8 +263,10 @@ class _ExactLinearCrossEntropy(_LinearCrossEntropy):
                 dx[rows] = invariant.sum_of_products(pairs, len(blocks))
             if wants_dw:
                 dw = sums.add(i, invariant.product(dlogits.t(), entered[rows]))
+            if wants_db:
+                db = bias_sums.add(i, invariant.sum_tokens(dlogits, exact.tokens))
         ctx.kept = call.tp
-        ctx.save_for_backward(dx, dw, None)
+        ctx.save_for_backward(dx, dw, db)
         return total
 
 
@@ -297,7 +300,7 @@ def _chunk(
     whose label is IGNORED has loss and gradient 0. `block`: add exponentials in the fixed order of
     a tree over so many rows each. Collective over `axis`.
     """
-    product = None if block is None else lambda x, bias: invariant.product(x, weight.t())
+    product = None if block is None else partial(_invariant_linear, weight)
     logits, slope = logits_and_slope(x, weight, wide, soft_cap, bias, product)
     _, e, sums, target = combine_vocabulary(logits, labels, first, axis, block)
     # z - logit, both relative to the maximum
@@ -307,6 +310,12 @@ def _chunk(
     if not want_grad:
         return losses, None
     return losses, loss.gradient(e, sums, labels, first, x.dtype, slope, weights)
+
+
+def _invariant_linear(weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x W^T, plus the bias if there is one, whose bits depend on no other row or column."""
+    logits = invariant.product(x, weight.t())
+    return logits if bias is None else logits + bias
 
 
 def combine_vocabulary(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dolmen.core import consensus
 from dolmen.core.mesh import Mesh
+from dolmen.model.attention import Attention
 from dolmen.model.spec import AttentionSpec, ModelSpec
 from dolmen.ops import invariant
 from dolmen.ops.attention import Attend, blockwise
@@ -89,7 +90,7 @@ def digest_operators(dtype: torch.dtype = torch.float32) -> dict[str, str]:
     with invariant.one_thread():
         results = {
             "product": invariant.product(x.to(dtype), _random_matrix(200, 48, True, dtype)),
-            "attention": torch.cat(_attention(heads, heads, heads, heads, AttentionSpec(4, 4, 64))),
+            "attention": torch.cat(_attention(heads, heads, heads, heads, Attend())),
             "sum": positive.sum(-1),
             **{function.__name__: function(positive) for function in functions},
         }
@@ -197,28 +198,31 @@ def find_broken_attention(
         heads, kv_heads = mixer.heads // tp, mixer.kv_heads // tp
         group = heads // kv_heads
         generator = torch.Generator().manual_seed(0)
+        size, value_size = mixer.head_sizes
         q, k, v, g = (
-            torch.randn(microbatch_size, exact.tokens, n, mixer.head_size, generator=generator).to(
-                dtype
+            torch.randn(microbatch_size, exact.tokens, *shape, generator=generator).to(dtype)
+            for shape in (
+                (heads, size),
+                (kv_heads, size),
+                (kv_heads, value_size),
+                (heads, value_size),
             )
-            for n in (heads, kv_heads, kv_heads, heads)
         )
-        full = _attention(q, k, v, g, mixer)
+        attend = Attention.attend(mixer)
+        full = _attention(q, k, v, g, attend)
         cut = (t[-1:, :, -n:] for t, n in zip((q, k, v, g), (group, 1, 1, group), strict=True))
         with invariant.one_thread():
-            part = _attention(*cut, mixer=mixer)
+            part = _attention(*cut, attend=attend._replace(first_head=heads - group))
         for rank_part, of_all in zip(part, full, strict=True):
             if not torch.equal(rank_part, of_all[-1:, :, -rank_part.shape[2] :]):
                 return f"attention over {exact.tokens} tokens of {heads} heads than of {group}"
     return None
 
 
-def _attention(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, mixer: AttentionSpec
-) -> tuple[Tensor, ...]:
-    """Return (output, gradients of q, k and v) of causal attention with the window, scale and soft
-    cap of `mixer`, for a gradient g of the output.
+def _attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, attend: Attend) -> tuple[Tensor, ...]:
+    """Return (output, gradients of q, k and v) of the attention `attend`, for a gradient g of the
+    output.
     """
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-    y = blockwise.attention(q, k, v, Attend(mixer.window, mixer.scale, mixer.soft_cap))
+    y = blockwise.attention(q, k, v, attend)
     return y.detach(), *torch.autograd.grad(y, (q, k, v), g)

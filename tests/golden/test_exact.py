@@ -11,8 +11,9 @@ from functools import cache, partial
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from spawning import Row, made_once
-from table import OPTIMIZER, ROWS, SEED, Layout, start
+from table import FLOOR, OPTIMIZER, ROWS, SEED, Layout, start
 from tiny_models import Flat, Tiny, build, initialize
 
 from dolmen.core import collectives, reduction, state, transfers
@@ -22,13 +23,21 @@ from dolmen.core.mesh import SINGLE, Mesh
 from dolmen.core.reduction import Tree
 from dolmen.core.torch_private import sharding
 from dolmen.data.batch import IGNORED, Batch, document_starts
-from dolmen.model.spec import NormSpec, SequentialResidual
-from dolmen.ops import invariant, norm
+from dolmen.model import layers
+from dolmen.model.spec import (
+    AlibiSpec,
+    LayerRun,
+    NormSpec,
+    ParallelResidual,
+    PositionTable,
+    SequentialResidual,
+)
+from dolmen.ops import invariant
 from dolmen.ops.attention import Documents
 from dolmen.ops.elementwise import ACTIVATIONS
 from dolmen.ops.numerics import Exact
 from dolmen.optim import optimizer
-from dolmen.parallel import exact
+from dolmen.parallel import exact, qk_norm, tensor
 from dolmen.training.step import optimizer_step
 
 VOCABULARY, LENGTH, STEPS, LIMIT = 711, 24, 3, 4
@@ -77,6 +86,54 @@ MASKED = Tiny(
     ),
     EXACT.training,
 )
+# GPT-2's learned positions, LayerNorm and biases; Qwen3's norms of queries and keys, and those by
+# LayerNorm
+_layer_norm = NormSpec("layernorm", bias=True)
+_gpt2 = replace(
+    LLAMA.block(0),
+    norm=_layer_norm,
+    mixer=replace(
+        LLAMA.block(0).mixer,
+        q_bias=True,
+        k_bias=True,
+        v_bias=True,
+        o_bias=True,
+        positions=None,
+        qk_norm=NormSpec(),
+    ),
+    mlp=replace(LLAMA.block(0).mlp, gated=False, activation="gelu", bias=True),
+)
+GPT2 = Tiny(
+    replace(
+        _spec,
+        embedding=replace(_spec.embedding, positions=PositionTable(LENGTH, 2), norm=_layer_norm),
+        runs=(
+            LayerRun((_gpt2, replace(_gpt2, mixer=replace(_gpt2.mixer, qk_norm=_layer_norm))), 2),
+        ),
+        final_norm=_layer_norm,
+        head=replace(_spec.head, bias=True),
+    ),
+    EXACT.training,
+)
+# parallel blocks of one norm and of two; norms of each head (Cohere) and of all (OLMo 2); ALiBi
+_cohere = replace(
+    LLAMA.block(0),
+    norm=NormSpec("layernorm"),
+    arrangement=ParallelResidual(1),
+    mixer=replace(
+        LLAMA.block(0).mixer, o_bias=True, qk_norm=NormSpec("layernorm"), qk_norm_of="each head"
+    ),
+    mlp=replace(LLAMA.block(0).mlp, bias=True),
+)
+_olmo2 = replace(
+    LLAMA.block(0),
+    norm=NormSpec("layernorm", affine=False),
+    arrangement=ParallelResidual(2),
+    mixer=replace(
+        LLAMA.block(0).mixer, positions=AlibiSpec(), qk_norm=NormSpec(), qk_norm_of="width"
+    ),
+)
+PARALLEL = Tiny(replace(_spec, runs=(LayerRun((_cohere, _olmo2), 2),)), EXACT.training)
 DROPPED = Tiny(MASKED.spec, replace(EXACT.training, dropout=0.2))
 # AdamW's own eps: where g is about eps, a gradient's last bit is a step of lr
 UPDATE = replace(OPTIMIZER, eps=1e-8)
@@ -213,6 +270,18 @@ DROPS = """
 dp2 tp2 zero2 acc2 full fixed
 pp2 acc8 zero1 fixed
 """
+# each under tp, with and without sequence parallelism, dp and pp
+NORMS = """
+zero1 acc8
+tp4 zero1 acc2 fixed
+tp2 sp zero3 acc4 full fixed
+pp2 acc4 zero-bubble zero1 fixed
+"""
+NORMS_FULL = """
+dp4 zero3 acc2 fixed
+tp4 sp zero1 acc2 selective fixed
+pp2 dp2 tp2 sp acc4 zero3 full fixed
+"""
 LONG = """
 dp2 tp2 sp zero3 acc4 fixed
 """
@@ -231,6 +300,10 @@ LAYOUTS = [
     *rows(GEMMAS, "variation", config=GEMMA),
     *rows(MASKS, "masks, tied, Muon", config=MASKED),
     *rows(DROPS, "dropout", config=DROPPED),
+    *rows(NORMS, "norms, biases, positions", config=GPT2),
+    *rows(NORMS_FULL, "norms, biases, positions", full=True, config=GPT2),
+    *rows(NORMS, "parallel blocks", config=PARALLEL),
+    *rows(NORMS_FULL, "parallel blocks", full=True, config=PARALLEL),
     *rows(LONG, "llama, 50 steps", full=True, steps=50),
 ]
 
@@ -238,6 +311,20 @@ LAYOUTS = [
 @pytest.mark.parametrize("row", [row.parameter for row in LAYOUTS])
 def test_every_layout_has_the_bits_of_one_process(row, result):
     assert result(row) == []
+
+
+@pytest.mark.parametrize("config", [GPT2, PARALLEL], ids=["norms, biases, positions", "parallel"])
+def test_exact_numerics_differ_from_fast_by_rounding(config):
+    """Losses, norms and first moments, a tenth of the first gradients."""
+    got = run(SINGLE, Layout(), config, steps=1)
+    want = run(SINGLE, Layout(), Tiny(config.spec, LLAMA.training), steps=1)
+    for name, value in want.items():
+        if isinstance(value, float):
+            assert got[name] == pytest.approx(value, rel=1e-6)
+        elif name.startswith("exp_avg/"):
+            # true gradients of biases of keys are 0: see table.py
+            scale = max(float(value.abs().max()), FLOOR * 0.1 * want["norm 0"])
+            assert float((got[name] - value).abs().max()) < 1e-5 * scale, name
 
 
 @pytest.mark.parametrize("exact_attention", [True, False])
@@ -291,6 +378,16 @@ def add_to_embedding(reduction, micro, last):
     END_BACKWARD(reduction, micro, last)
 
 
+def add_before_leaving(xs, linears, tp):
+    """Sums of products, those of a rank added first."""
+    parts = [tensor.part_of_rows(x, one, tp) for x, one in zip(xs, linears, strict=True)]
+    y = tp.leave(sum(parts))
+    for one in linears:
+        y = y if one.bias is None else tensor.add_bias(y, one.bias, tp.exact.token_leaf)
+    return y
+
+
+MEANS = qk_norm._means
 BOTH = ("a factor rounded before sums",)  # one process, too, and in it as often
 # a row, and what is damaged there: the row is to differ in a bit
 DAMAGES = {
@@ -300,7 +397,7 @@ DAMAGES = {
     "torch's SiLU": ("tp4 zero1 fixed", invariant, "ACTIVATIONS", ACTIVATIONS),
     "torch's sum over tokens": (
         "zero1 acc4",
-        norm,
+        invariant,
         "sum_tokens",
         lambda rows, leaf: rows.sum(0),
     ),
@@ -339,6 +436,49 @@ DAMAGES = {
         exact.ExactReduction,
         "end_backward",
         add_to_embedding,
+        MASKED,
+    ),
+    "torch's LayerNorm": (
+        "zero1 acc8",
+        layers,
+        "layer_norm",
+        lambda x, weight, bias, eps, sum_rows: F.layer_norm(x, weight.shape, weight, bias, eps),
+        GPT2,
+    ),
+    "heads after sequences": (
+        "zero1 acc8",
+        exact,
+        "sum_heads",
+        lambda x, **_: invariant.add_pairs(exact.sum_sequences(x), 0),
+        GPT2,
+    ),
+    "torch's sum of an output bias": (
+        "zero1 acc8",
+        tensor,
+        "add_bias",
+        lambda y, bias, leaf: y + bias,
+        GPT2,
+    ),
+    "torch's sum of positions": (
+        "zero1 acc2",
+        layers.PositionEmbedding,
+        "forward",
+        lambda table, positions: F.embedding(positions + table.offset, table.weight),
+        GPT2,
+    ),
+    "branches added before ranks": (
+        "tp2 sp zero3 acc4 full fixed",
+        tensor,
+        "rows",
+        add_before_leaving,
+        PARALLEL,
+    ),
+    "the width of a rank's heads in one sum": (
+        "tp2 sp zero3 acc4 full fixed",
+        qk_norm,
+        "_means",
+        lambda parts, tp: MEANS(parts, replace(tp, exact=None)),
+        PARALLEL,
     ),
     "squares off the grid": (
         "dp4 zero1 fixed",
@@ -393,6 +533,8 @@ HALVES = [
     *half_rows(HALF_FULL, "llama", full=True),
     *half_rows(GEMMAS, "variation", config=GEMMA),
     *half_rows(MASKS, "masks, tied, Muon", full=True, config=MASKED),
+    *half_rows(NORMS, "norms, biases, positions", config=GPT2),
+    *half_rows(NORMS, "parallel blocks", config=PARALLEL),
     *half_rows(LONG, "llama, 50 steps", full=True, steps=50),
 ]
 
@@ -417,12 +559,12 @@ HALF_DAMAGES = {
     "gradients rounded": ("zero1 acc4", sharding, "widen_gradient", lambda record: None),
     "sums over tokens rounded": (
         "tp2 sp zero3 acc2 full fixed",
-        norm,
+        invariant,
         "sum_tokens",
-        lambda rows, leaf: invariant.sum_tokens(rows, leaf).bfloat16(),
+        lambda rows, leaf: SUM_TOKENS(rows, leaf).bfloat16(),
     ),
 }
-SUM_OF_PRODUCTS = invariant.sum_of_products
+SUM_OF_PRODUCTS, SUM_TOKENS = invariant.sum_of_products, invariant.sum_tokens
 
 
 def digests_damaged(name: str, layout: Layout) -> dict[str, float | str]:
@@ -446,13 +588,13 @@ def test_a_broken_sum_in_bf16_is_seen(row, result):
     assert result(row) != want
 
 
-SHORT_DAMAGES = ("sequences swapped", "ranks swapped", "torch's SiLU")
+SHORT_DAMAGES = ("sequences swapped", "ranks swapped", "torch's SiLU", "torch's LayerNorm")
 
 
 def compare_damaged(name: str) -> list[str]:
     """The first step with one damage, against one process without, or with it (BOTH)."""
-    words, owner, attribute, value = DAMAGES[name]
-    config = MASKED if "tied" in name else EXACT
+    words, owner, attribute, value, *other = DAMAGES[name]
+    config = other[0] if other else EXACT
     layout, want = Layout.of(words), alone(config, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, attribute, value)

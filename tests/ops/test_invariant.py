@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from dolmen.core.reduction import Tree, tree_sum
 from dolmen.ops import invariant
 from dolmen.ops.attention import Attend, blockwise
-from dolmen.ops.norm import rms_norm
+from dolmen.ops.norm import layer_norm, rms_norm
 
 LENGTHS = (*range(1, 70), 127, 1000, 4097)
 KS = (8, 25, 64, 200, 512)
@@ -271,6 +271,64 @@ def test_tree_in_any_order(leaves):
     assert torch.equal(total.float(), tree_sum(half.float()))  # in fp32, not rounded
 
 
+SUM_ROWS = partial(invariant.sum_tokens, leaf=25)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("parameters", [0, 1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layer_norm(dtype, parameters, number):
+    """Rows of any number, with a weight, a bias, or none; gradients of both in aligned runs of
+    rows.
+    """
+    x, g, wb = (
+        normal(*shape, seed=i).to(dtype) for i, shape in enumerate([(200, 96)] * 2 + [(2, 96)])
+    )
+    given = [p.requires_grad_() for p in wb[:parameters].unbind()]
+
+    def run(x, g, function=layer_norm):
+        x = x.detach().requires_grad_()
+        for p in given:
+            p.grad_dtype = torch.float32
+        y = function(x, *given, *[None] * (2 - parameters), 1e-5, SUM_ROWS)
+        y.backward(g)
+        found = [y.detach(), x.grad, *(p.grad for p in given)]
+        for p in given:
+            p.grad = None
+        return found
+
+    with threads(number):
+        y, dx, *dps = run(x, g)
+        for ranks in (2, 8):
+            ys, dxs, *parts = zip(*map(run, x.chunk(ranks), g.chunk(ranks)), strict=True)
+            assert torch.equal(torch.cat(ys), y) and torch.equal(torch.cat(dxs), dx)
+            for part, whole in zip(parts, dps, strict=True):
+                assert torch.equal(tree_sum(torch.stack(part)), whole)
+    wide = x.detach().double().requires_grad_()
+    double = [p.detach().double().requires_grad_() for p in given]
+    want = F.layer_norm(wide, (96,), *double, eps=1e-5)
+    grads = torch.autograd.grad(want, (wide, *double), g.double())
+    near = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
+    for got, right in zip([y, dx, *dps], [want, *grads], strict=True):
+        torch.testing.assert_close(got.double(), right.double(), **near)
+
+
+def test_bias():
+    """Its gradient in aligned runs of tokens."""
+    y, g, bias = normal(200, 40), normal(200, 40, seed=1), normal(40, seed=2).requires_grad_()
+
+    def gradient(y, g):
+        out = invariant.add_bias(y, bias, 25)
+        assert torch.equal(out, y + bias)
+        return torch.autograd.grad(out, bias, g)[0]
+
+    whole = gradient(y, g)
+    for ranks in (2, 4, 8):
+        runs = [gradient(*each) for each in zip(y.chunk(ranks), g.chunk(ranks), strict=True)]
+        assert torch.equal(tree_sum(torch.stack(runs)), whole)
+    torch.testing.assert_close(whole, g.double().sum(0).float(), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("number", [1, 3])
 def test_norm(number):
     """Rows of any number, and the weight's gradient in aligned runs of them."""
@@ -278,7 +336,7 @@ def test_norm(number):
 
     def run(x, g):
         x = x.detach().requires_grad_()
-        y = rms_norm(x, w, 1e-5, leaf=25)
+        y = rms_norm(x, w, 1e-5, sum_rows=SUM_ROWS)
         return y, *torch.autograd.grad(y, (x, w), g)
 
     with threads(number):

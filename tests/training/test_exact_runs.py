@@ -3,6 +3,7 @@ stopped, and resumed on two ranks, with the bits of one that never stopped.
 """
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,13 @@ from dolmen.core.mesh import SINGLE
 from dolmen.core.state import local_view
 from dolmen.files import storage
 from dolmen.model.layout import Layout
+from dolmen.model.spec import LayerRun
 from dolmen.ops import invariant
 from dolmen.ops.numerics import Exact
 from dolmen.planning import dryrun
 from dolmen.planning.config import DryrunConfig, DryrunRequest
 from dolmen.training import loop, receipt, replay, self_test
-from dolmen.training.checks.exact import check_exact
+from dolmen.training.checks.exact import check_components, check_exact
 from dolmen.training.checks.folder import check_same_limit
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import Unusable
@@ -88,8 +90,6 @@ REFUSED = {
         },
         "sequence parallelism gives each of tp .* 4.5",
     ),
-    "norms of queries": ({"model": {"model_type": "qwen3"}}, "AttentionSpec.qk_norm"),
-    "biases of rows": ({"model": {"mlp_bias": True}}, "MLPSpec.bias is True"),
     "experts": (
         {"model": {"model_type": "mixtral", "num_local_experts": 4}},
         "does not cover MoESpec",
@@ -109,6 +109,15 @@ def test_is_refused(name, material):
     assert "--train.numerics" in str(refused.value)
 
 
+def test_other_fields_of_a_model_are_refused(material):
+    """Sinks in the softmax, whose gradient is summed over all queries of a batch."""
+    llama = config(material)
+    block = replace(llama.spec.blocks[0], mixer=replace(llama.spec.blocks[0].mixer, sinks=True))
+    spec = replace(llama.spec, runs=(LayerRun((block,), 2),))
+    with pytest.raises(ValueError, match="AttentionSpec.sinks is True.*exact covers False alone"):
+        check_components(spec)
+
+
 def test_a_dry_run_is_refused(material):
     with pytest.raises(ValueError, match="does not cover train.numerics exact"):
         dryrun.report(DryrunRequest(config(material), DryrunConfig()))
@@ -123,6 +132,10 @@ def test_a_dry_run_is_refused(material):
         {"train": {"global_batch_size": 24, "microbatch_size": 2}, "layout": {"pp": 2, "dp": 3}},
         {"train": {"global_batch_size": 6, "microbatch_size": 6}},
         {"model": {"model_type": "qwen2"}},
+        {"model": {"model_type": "qwen3"}},
+        {"model": {"mlp_bias": True}},
+        {"model": {"model_type": "cohere", "use_qk_norm": True}},
+        {"model": {"model_type": "olmo2"}},
         {"model": {"tie_word_embeddings": True}},
         {"model": {"sliding_window": 4, "model_type": "mistral"}},
         {"train": {"dropout": 0.1}, "optimizer": {"name": "muon"}, "data": {"document_mask": True}},

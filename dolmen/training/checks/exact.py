@@ -8,12 +8,16 @@ from typing import Any
 
 from dolmen.core.messages import divisor
 from dolmen.model.spec import (
+    AlibiSpec,
     AttentionSpec,
     EmbeddingSpec,
+    FalconAlibiSpec,
     LMHeadSpec,
     MLPSpec,
     ModelSpec,
     NormSpec,
+    ParallelResidual,
+    PositionTable,
     RopeSpec,
     SequentialResidual,
 )
@@ -35,14 +39,17 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 }
 """The values of options that exact numerics cover."""
 COMPONENTS: dict[type, set[str]] = {
-    EmbeddingSpec: {"rows", "scale"},
-    LMHeadSpec: {"scale", "tied", "soft_cap"},
-    NormSpec: {"eps", "zero_centred"},
+    EmbeddingSpec: {"rows", "scale", "norm", "positions"},
+    PositionTable: {"length", "offset"},
+    LMHeadSpec: {"scale", "tied", "soft_cap", "bias"},
+    NormSpec: {field.name for field in fields(NormSpec)},
     SequentialResidual: {"norms", "residual", "residual_scale", "branch_scale"},
-    AttentionSpec: {"heads", "kv_heads", "head_size", "positions", "scale"}
-    | {"q_bias", "k_bias", "v_bias", "window", "soft_cap", "clip"},
-    MLPSpec: {"size", "gated", "activation"},
+    ParallelResidual: {"norms"},
+    AttentionSpec: {field.name for field in fields(AttentionSpec)} - {"mask", "sinks"},
+    MLPSpec: {"size", "gated", "activation", "bias"},
     RopeSpec: {"size", "theta", "scaling", "interleaved", "halved"},
+    AlibiSpec: set(),
+    FalconAlibiSpec: set(),
 }
 """The components of a model that exact numerics cover, and their fields that may have any value;
 others have their default.
@@ -62,7 +69,7 @@ def check_exact(config: RunConfig) -> None:
             )
         return
     _check_options(config)
-    _check_components(config.spec)
+    check_components(config.spec)
     _check_model_sizes(config)
     _check_batch_sizes(config)
 
@@ -88,14 +95,15 @@ def _check_options(config: RunConfig) -> None:
         )
 
 
-def _check_components(spec: ModelSpec) -> None:
+def check_components(spec: ModelSpec) -> None:
     """Raise ValueError for the first component of the model (embedding, head, norms, attention,
-    MLP, rope), or field of one, that exact numerics do not cover.
+    MLP, positions), or field of one, that exact numerics do not cover.
     """
-    parts: list[Any] = [spec.embedding, spec.head, spec.final_norm]
+    table, norm = spec.embedding.positions, spec.embedding.norm
+    parts: list[Any] = [spec.embedding, table, norm, spec.head, spec.final_norm]
     for block in dict.fromkeys(spec.blocks):
-        positions = getattr(block.mixer, "positions", None)
-        parts += [block.norm, block.arrangement, block.mixer, block.mlp, positions]
+        parts += [block.norm, block.arrangement, block.mixer, block.mlp]
+        parts += [getattr(block.mixer, name, None) for name in ("positions", "qk_norm")]
     for part in parts:
         if part is None:
             continue
