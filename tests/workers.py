@@ -10,6 +10,7 @@ ROWS = (
     "tests/parallel/test_assembly.py",
     "tests/parallel/test_integers.py",
     "tests/parallel/test_styles.py",
+    "tests/rl/test_exact_rollouts.py",
     "tests/rl/test_generation_model.py",
     "tests/rl/test_iteration_over_layouts.py",
     "tests/comparison/test_diff.py",

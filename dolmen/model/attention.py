@@ -50,7 +50,7 @@ from dolmen.model.layers import (
 from dolmen.model.positions import pairs
 from dolmen.model.spec import ParamSpecs, select_prefix
 from dolmen.ops import rope
-from dolmen.ops.attention import BACKENDS, Attend, Documents, decode, score_bias
+from dolmen.ops.attention import BACKENDS, Attend, Documents, blockwise, decode, score_bias
 from dolmen.ops.attention.decode import Alone, Pages
 from dolmen.ops.attention.spec import Attended, Keys, Queries, Values
 from dolmen.ops.elementwise import SCORES, Dropout
@@ -76,7 +76,7 @@ class CoreAttention(nn.Module):
         # cached sequences are attended here; training goes through cp, which has the same backend
         self.backend = BACKENDS[setting.split.kernels.attention]
         self.cp, self.dropout = setting.split.cp, setting.training.dropout
-        self.exact = setting.split.kernels.exact is not None
+        self.exact = setting.split.kernels.exact
         self.selective = setting.split.recompute.kind_of(setting.layer) == "selective"
 
     def forward(
@@ -107,7 +107,7 @@ class CoreAttention(nn.Module):
             # repeats it
             dropped = Dropout(self.dropout, noise, noise.site(SCORES))
         attend = self.attend.with_documents(inputs.documents, dropped)._replace(sinks=sinks)
-        if self.exact and attend.documents is not None and dropped is None:
+        if self.exact is not None and attend.documents is not None and dropped is None:
             # the keys that a block multiplies follow from the documents of all its sequences
             each = [(q[i : i + 1], k[i : i + 1], v[i : i + 1]) for i in range(len(q))]
             return torch.cat(
@@ -129,9 +129,10 @@ class CoreAttention(nn.Module):
         """
         if self.kv_head_of_query is not None:
             k, v = (_per_query(t, self.kv_head_of_query, 2) for t in (k, v))
-        return self.backend.attention(
-            q, k, v, self.attend.with_documents(documents)._replace(sinks=sinks)
-        )
+        attend = self.attend.with_documents(documents)._replace(sinks=sinks)
+        if self.exact is not None:
+            return blockwise.cached_attention(q, k, v, attend, self.exact.tokens)
+        return self.backend.attention(q, k, v, attend)
 
     def attend_paged(
         self,

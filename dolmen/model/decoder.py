@@ -207,9 +207,9 @@ class Decoder(nn.Module):
     def prepack(self, weights: Weights) -> None:
         """Let every linear use a packed copy of its weight, in the format `weights`, for products
         without gradients, until `disable_prepack`. Does nothing if the kernels use no packed form
-        (on a GPU).
+        (on a GPU, and for exact numerics, as its products have other bits).
         """
-        if not self.split.kernels.lays_out:
+        if not self.split.kernels.lays_out or self.split.kernels.exact is not None:
             return
         for module in self._parameter_modules():
             module.prepack(weights)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from dolmen.objectives.masked import Metrics
 from dolmen.objectives.objective import LossOutput
 from dolmen.objectives.policy import Kind, Level
 from dolmen.ops.loss import IGNORED
+from dolmen.parallel.exact import round_losses
 
 OLD, ADVANTAGE, REFERENCE = "old", "advantage", "reference"
 LossFunction = Callable[[Tensor, slice, Tensor], tuple[Tensor, Metrics]]
@@ -108,17 +110,28 @@ class GRPOLoss:
         mean, _ = loss(new, slice(None), valid)
         # the mean becomes a sum, which the step divides by the global count
         size = valid.sum() if self.kind in BY_TOKENS else len(valid)
+        exact = head.split.kernels.exact is not None
         metrics = tuple(
-            head.shared(metric) for metric in self._row_metrics(loss, new.detach(), batch)
+            head.shared(metric) for metric in self._row_metrics(loss, new.detach(), batch, exact)
         )
-        return LossOutput(head.shared(mean * size), metrics)
+        total = head.shared(mean * size)
+        if exact:
+            losses = [
+                loss(row, slice(i, i + 1), valid[i : i + 1])[0]
+                for i, row in enumerate(new.detach().split(1))
+            ]
+            # the gradient of the sum, and a value that does not depend on the order of rows
+            total = (total - total.detach()).double() + round_losses(torch.stack(losses)).sum()
+        return LossOutput(total, metrics)
 
-    def _row_metrics(self, loss: LossFunction, new: Tensor, batch: Batch) -> list[Tensor]:
+    def _row_metrics(
+        self, loss: LossFunction, new: Tensor, batch: Batch, exact: bool
+    ) -> list[Tensor]:
         """Return the sum over rows of each metric in `names`, computed of each row by itself and,
         for bnpo, dapo and cispo, times its trained tokens. Row by row, so that the split into
-        microbatches does not change a metric.
+        microbatches does not change a metric. `exact`: nor its last bits.
         """
-        sums = [new.new_zeros(()) for _ in self.names]
+        sums = [new.new_zeros((), dtype=torch.float64 if exact else None) for _ in self.names]
         for row in range(len(new)):
             row_slice = slice(row, row + 1)
             valid = batch.labels[row_slice] != IGNORED
@@ -126,7 +139,8 @@ class GRPOLoss:
             weight = valid.sum() if self.kind in BY_TOKENS else 1
             for total, name in zip(sums, self.names, strict=True):
                 if name in metrics:
-                    total.add_(metrics[name] * weight)
+                    value = metrics[name] * weight
+                    total.add_(round_losses(value) if exact else value)
         return sums
 
 

@@ -277,6 +277,6 @@ GRID = 2.0**26
 """Losses of tokens are rounded to multiples of 1 / GRID: 2^27 nats of them are added exactly."""
 
 
-def round_losses(losses: Float[Tensor, " tokens"]) -> Float64[Tensor, " tokens"]:
+def round_losses(losses: Float[Tensor, "*any"]) -> Float64[Tensor, "*any"]:
     """Return losses in fp64, rounded to multiples of 2^-26, so that their additions are exact."""
     return (losses.double() * GRID).round() / GRID

@@ -29,7 +29,12 @@ from dolmen.ops import loss
 from dolmen.ops.kernels import Kernels
 from dolmen.parallel.inference_linear import PrepackedProduct
 from dolmen.parallel.tensor import TensorParallel
-from dolmen.parallel.vocabulary import LogitsCall, combine_vocabulary, logits_and_slope
+from dolmen.parallel.vocabulary import (
+    LogitsCall,
+    SequenceGradients,
+    combine_vocabulary,
+    logits_and_slope,
+)
 
 
 class _LogProbabilities(TypedFunction):
@@ -54,11 +59,12 @@ class _LogProbabilities(TypedFunction):
         out = torch.empty(labels.shape, dtype=wide, device=x.device)
         normalizer = torch.empty_like(out)
         entropy = torch.empty_like(out) if with_entropy else None
+        product, block = call.product(weight), call.block
         for rows in call.chunks(len(labels), len(weight)):
-            logits, _ = logits_and_slope(entered[rows], weight, wide, call.soft_cap, bias)
+            logits, _ = logits_and_slope(entered[rows], weight, wide, call.soft_cap, bias, product)
             # two all-reduces over tp of one and two numbers per token
             maximum, e, sums, target = combine_vocabulary(
-                logits, labels[rows], call.first, call.tp.axis
+                logits, labels[rows], call.first, call.tp.axis, block
             )
             out[rows] = (target - sums.log()).masked_fill(labels[rows] == loss.IGNORED, 0.0)
             normalizer[rows] = maximum + sums.log()
@@ -81,14 +87,23 @@ class _LogProbabilities(TypedFunction):
         (x, weight, bias, labels, normalizer, entropy), call = ctx.saved_tensors, ctx.kept
         wants_dx, wants_dw, wants_db = ctx.needs_input_grad[:3]
         entered, unit = call.tp.gather_input(x), torch.ones_like(normalizer)
+        exact, product, block = call.tp.exact, call.product(weight), call.block
         if entropy is not None and h is not None:
             h = h.masked_fill(labels == loss.IGNORED, 0.0)
-        dx = torch.empty_like(entered) if wants_dx else None
-        dw = torch.zeros_like(weight, dtype=normalizer.dtype) if wants_dw else None
-        db = torch.zeros_like(weight[:, 0], dtype=normalizer.dtype) if wants_db else None
-        for rows in call.chunks(len(labels), len(weight)):
+        dtype = x.dtype if exact is None else normalizer.dtype
+        dx = torch.empty_like(entered, dtype=dtype) if wants_dx else None
+        dw = torch.zeros_like(weight, dtype=normalizer.dtype) if wants_dw and not exact else None
+        db = (
+            torch.zeros_like(weight[:, 0], dtype=normalizer.dtype)
+            if wants_db and not exact
+            else None
+        )
+        chunks, gradients = call.chunks(len(labels), len(weight)), None
+        if exact is not None and block is not None:
+            gradients = SequenceGradients(len(chunks), weight, exact, block)
+        for i, rows in enumerate(chunks):
             logits, slope = logits_and_slope(
-                entered[rows], weight, normalizer.dtype, call.soft_cap, bias
+                entered[rows], weight, normalizer.dtype, call.soft_cap, bias, product
             )
             # l, in the logits' memory
             log_p = logits.sub_(normalizer[rows, None])
@@ -105,6 +120,12 @@ class _LogProbabilities(TypedFunction):
             dlogits = loss.gradient(p, unit[rows], *chunk)
             if of_entropy is not None:
                 dlogits.add_(of_entropy)
+            if gradients is not None:
+                if dx is not None:
+                    dx[rows] = gradients.of_input(dlogits)
+                dw = gradients.of_weight(i, dlogits, entered[rows]) if wants_dw else None
+                db = gradients.of_bias(i, dlogits) if wants_db else None
+                continue
             if dx is not None:
                 dx[rows] = dlogits @ weight
             if dw is not None:
@@ -114,7 +135,9 @@ class _LogProbabilities(TypedFunction):
         if dx is not None:
             # no weight gradient is left to hide this reduction behind
             dx = call.tp.finish_back(call.tp.start_back(dx))
-        return dx, *(None if d is None else d.to(weight.dtype) for d in (dw, db)), *[None] * 3
+        if exact is None:
+            dw, db = (None if d is None else d.to(weight.dtype) for d in (dw, db))
+        return dx, dw, db, None, None, None
 
 
 @profiling.record_function_range("loss")

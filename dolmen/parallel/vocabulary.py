@@ -17,6 +17,7 @@ after forward; backward scales and sends it. Of a frozen head, or input, there i
     weight gradient    dW [rows, hidden] = dlogits^T X, db [rows] = sum of dlogits over tokens
 """
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -32,8 +33,8 @@ from dolmen.core.reduction import Tree
 from dolmen.ops import invariant, loss
 from dolmen.ops.elementwise import accumulate, compile_accumulate
 from dolmen.ops.kernels import Kernels
+from dolmen.ops.numerics import Exact
 from dolmen.parallel.exact import round_losses
-from dolmen.parallel.inference_linear import PrepackedProduct
 from dolmen.parallel.tensor import TensorParallel, weight_products
 
 
@@ -101,14 +102,29 @@ class LogitsCall(NamedTuple):
     soft_cap: float | None
 
     @property
+    def block(self) -> int | None:
+        """Vocabulary rows of a leaf of a sum of exponentials with exact numerics, else None."""
+        return None if self.tp.exact is None else self.tp.exact.block(self.vocab_size)
+
+    def product(self, weight: Tensor) -> Callable[[Tensor, Tensor | None], Tensor] | None:
+        """Return the product with `weight` of exact numerics: (x, bias) -> logits; else None."""
+        return None if self.tp.exact is None else partial(_invariant_linear, weight)
+
+    @property
     def first(self) -> int:
         """First vocabulary row of this rank."""
         return vocabulary_range(self.vocab_size, self.tp.axis)[0]
 
     def chunks(self, tokens: int, rows: int) -> list[slice]:
         """Slice `tokens` into chunks of at least one token whose logits, of `rows` local vocabulary
-        rows, have at most `at_once` elements, counting a soft cap's slopes, which are as many.
+        rows, have at most `at_once` elements, counting a soft cap's slopes, which are as many. With
+        exact numerics a chunk is a sequence.
         """
+        if self.tp.exact is not None:
+            return [
+                slice(at, at + self.tp.exact.tokens)
+                for at in range(0, tokens, self.tp.exact.tokens)
+            ]
         tensors = 1 if self.soft_cap is None else 2
         size = max(1, self.at_once // (tensors * rows))
         return [slice(at, at + size) for at in range(0, tokens, size)]
@@ -120,11 +136,11 @@ def logits_and_slope(
     wide: torch.dtype,
     soft_cap: float | None,
     bias: Float[Tensor, " rows"] | None = None,
-    product: PrepackedProduct | None = None,
+    product: Callable[[Tensor, Tensor | None], Tensor] | None = None,
 ) -> tuple[Float[Tensor, "n rows"], Float[Tensor, "n rows"] | None]:
     """Return this rank's logits x W^T + b in the `wide` dtype, soft-capped if there is a cap, and
-    the cap's derivative at each (None without). `product`: a prepacked product with the weight,
-    used in its place.
+    the cap's derivative at each (None without). `product`: computes them in its place, from x and
+    the bias.
     """
     logits = (F.linear(x, weight, bias) if product is None else product(x, bias)).to(wide)
     return (logits, None) if soft_cap is None else loss.soft_cap_with_slope(logits, soft_cap)
@@ -211,6 +227,35 @@ class _LinearCrossEntropy(TypedFunction):
         return dx, *gradients, *[None] * 5
 
 
+class SequenceGradients:
+    """Gradients of the head with exact numerics, from those of logits, a sequence at a time: of the
+    input by a tree over blocks of the vocabulary, of weight and bias by one over sequences.
+    """
+
+    def __init__(
+        self, sequences: int, weight: Float[Tensor, "rows hidden"], exact: Exact, block: int
+    ):
+        self.exact, self.block, self.blocks = exact, block, weight.split(block)
+        self.weights, self.biases = Tree(sequences), Tree(sequences)
+
+    def of_input(self, dlogits: Float[Tensor, "tokens rows"]) -> Float[Tensor, "tokens hidden"]:
+        """Return the input gradient of a sequence, a partial sum over tp."""
+        pairs = zip(dlogits.split(self.block, 1), self.blocks, strict=True)
+        return invariant.sum_of_products(pairs, len(self.blocks))
+
+    def of_weight(
+        self, i: int, dlogits: Float[Tensor, "tokens rows"], x: Float[Tensor, "tokens hidden"]
+    ) -> Float[Tensor, "rows hidden"] | None:
+        """Add sequence i; return the weight gradient of all with the last, else None."""
+        return self.weights.add(i, invariant.product(dlogits.t(), x))
+
+    def of_bias(
+        self, i: int, dlogits: Float[Tensor, "tokens rows"]
+    ) -> Float[Tensor, " rows"] | None:
+        """Add sequence i; return the bias gradient of all with the last, else None."""
+        return self.biases.add(i, invariant.sum_tokens(dlogits, self.exact.tokens))
+
+
 class _ExactLinearCrossEntropy(_LinearCrossEntropy):
     """The same with exact numerics (parallel/exact.py): a chunk is a sequence, dX is added over
     blocks of the vocabulary, dW over sequences, and losses in fp64.
@@ -235,12 +280,11 @@ class _ExactLinearCrossEntropy(_LinearCrossEntropy):
         wants_dx, wants_dw, wants_db = (
             differentiate and wants for wants in ctx.needs_input_grad[:3]
         )
-        sequences = [slice(i, i + exact.tokens) for i in range(0, len(entered), exact.tokens)]
+        sequences = call.chunks(len(entered), len(weight))
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         dx = torch.empty_like(entered, dtype=torch.float32) if wants_dx else None
-        sums, dw = Tree(len(sequences)), None
-        bias_sums, db = Tree(len(sequences)), None
-        blocks = weight.split(block)
+        gradients = SequenceGradients(len(sequences), weight, exact, block)
+        dw, db = None, None
         for i, rows in enumerate(sequences):
             losses, dlogits = _chunk(
                 entered[rows],
@@ -259,12 +303,11 @@ class _ExactLinearCrossEntropy(_LinearCrossEntropy):
             if dlogits is None:
                 continue
             if dx is not None:
-                pairs = zip(dlogits.split(block, 1), blocks, strict=True)
-                dx[rows] = invariant.sum_of_products(pairs, len(blocks))
+                dx[rows] = gradients.of_input(dlogits)
             if wants_dw:
-                dw = sums.add(i, invariant.product(dlogits.t(), entered[rows]))
+                dw = gradients.of_weight(i, dlogits, entered[rows])
             if wants_db:
-                db = bias_sums.add(i, invariant.sum_tokens(dlogits, exact.tokens))
+                db = gradients.of_bias(i, dlogits)
         ctx.kept = call.tp
         ctx.save_for_backward(dx, dw, db)
         return total

@@ -27,11 +27,13 @@ Invariants:
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from dolmen.checkpoint.folders import Damaged
@@ -159,7 +161,19 @@ class RolloutBatches:
             if rollout is None or now == first_step:
                 rollout = self._load_or_make(first_step)
             order = self._order(now - first_step, first_step)
-            yield now, rollout.batch(order[rank * rows : (rank + 1) * rows])
+            yield now, self._batch(rollout, order[rank * rows : (rank + 1) * rows])
+
+    def _batch(self, rollout: Rollout, rows: slice | Int64[Tensor, " rows"]) -> Batch:
+        """Return rows of the rollout as a training batch. With exact numerics without documents:
+        the generator has none, and no label sees the padding, which is last.
+        """
+        batch = rollout.batch(rows)
+        return replace(batch, documents=None) if self._exact else batch
+
+    @property
+    def _exact(self) -> bool:
+        """True with exact numerics."""
+        return self.models.policy.split.kernels.exact is not None
 
     def _order(self, update: int, first_step: int) -> Tensor:
         """Return the indices of the completions that update number `update` of an iteration reads
@@ -245,8 +259,11 @@ class RolloutBatches:
     def _length_multiple(self) -> int:
         """Return the number that row lengths are a multiple of: 2 cp tp, so that every layout can
         split them. Routers count padding too, so with experts the padding must not depend on the
-        layout: then it is the same for every 2 cp tp that divides PADDING_MULTIPLE (16).
+        layout: then it is the same for every 2 cp tp that divides PADDING_MULTIPLE (16). With exact
+        numerics all rows have the length of a sequence, which is a leaf.
         """
+        if self._exact:
+            return self.setup.max_length
         multiple = 2 * self.mesh.cp.size * self.mesh.tp.size
         has_experts = self.models.policy.spec.experts
         return math.lcm(multiple, PADDING_MULTIPLE) if has_experts else multiple
@@ -432,7 +449,11 @@ class RolloutBatches:
 
         self.setup.offloader.use_weights(model)
         return compute_over_rows(
-            rollout.batch, compute_batch, self.completions, self.batch_size, self.mesh
+            partial(self._batch, rollout),
+            compute_batch,
+            self.completions,
+            self.batch_size,
+            self.mesh,
         )
 
     def report(self, rollout: Rollout) -> None:

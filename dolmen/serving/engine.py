@@ -369,13 +369,15 @@ class Engine:
         if not new:
             return StepOutput()
         running, tp, pp = self._scheduler.running, self.model.tp.axis, self.mesh.pp
+        exact = self.model.split.kernels.exact
+        block = None if exact is None else exact.block(self.model.spec.vocab_size)
         outputs = []
         # several forwards fill a pipeline: a stage reads the next while another one reads this
         for some in split_forwards(new, pp.size):
             chunks = {key: running[key].next_chunk(count) for key, count in some.items()}
             requested, logits = self._runner.forward(chunks)
             outputs.append(
-                ForwardOutput(chunks, [(key, running[key]) for key in requested], logits)
+                ForwardOutput(chunks, [(key, running[key]) for key in requested], logits, block)
             )
         values = broadcast(outputs, self._never, tp, pp, self.model.device)
         parsed = [output.parse(values) for output in outputs]

@@ -294,11 +294,20 @@ class KVCache:
     sequences.
     """
 
-    def __init__(self, model: ModelSpec, page_size: int = PAGE_SIZE, compile: bool = False):
+    def __init__(
+        self,
+        model: ModelSpec,
+        page_size: int = PAGE_SIZE,
+        compile: bool = False,
+        decodes: bool = True,
+    ):
         """Create an empty cache for the layers of `model`; memory is allocated with the first
         tokens. `page_size`: tokens per page. `compile`: compile decode steps, of which one with a
         single sequence is then computed as one with several, whose shapes no length changes.
+        `decodes`: attend to pages in place where a sequence has one new token; else gather those of
+        all sequences.
         """
+        self.decodes = decodes
         self.table, self.streams, self.compile = BlockTable(page_size), model.streams, compile
         self.by_length = model.by_length
         # all layers have a pool; those of other stages stay empty
@@ -331,7 +340,9 @@ class KVCache:
             _check_prefix(sequence, past[sequence], count, span[sequence].prefix)
         self._reserve(new, device)
 
-        decodes = {s: n for s, n in new.items() if n == 1 or n <= width and past[s]}
+        decodes = {
+            s: n for s, n in new.items() if self.decodes and (n == 1 or n <= width and past[s])
+        }
         prompts = {s: n for s, n in new.items() if s not in decodes}
         groups = self._prefill_groups(prompts, past, span, sum(decodes.values()), device)
         order = [*decodes] + [sequence for group in groups for sequence in group.sequences]

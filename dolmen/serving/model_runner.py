@@ -85,7 +85,10 @@ class ModelRunner:
         """Creates an empty KV cache. `page_size`: tokens per page of it. `compile`: compile the
         blocks for forwards that only decode.
         """
-        self.model, self.mesh, self.cache = model, mesh, KVCache(model.spec, page_size, compile)
+        # exact numerics have one attention for all
+        decodes = model.split.kernels.exact is None
+        cache = KVCache(model.spec, page_size, compile, decodes)
+        self.model, self.mesh, self.cache = model, mesh, cache
         self.adapters = adapters
         self._sends: list[tuple[dist.Work, Tensor]] = []
 

@@ -80,6 +80,8 @@ class ForwardOutput:
     """Sequences whose next token is wanted, in the order of their logits."""
     logits: RunnerOutput | None
     """Logits, on the last pipeline stage; None on others."""
+    block: int | None = None
+    """With exact numerics, tokens of the vocabulary in a leaf of a sum of exponentials."""
 
     @cached_property
     def draws(self) -> list[Draw]:
@@ -127,7 +129,7 @@ class ForwardOutput:
         """
         assert self.logits is not None, "the last stage has the logits"
         return [
-            sample_tokens(self.draws, self.logits.following, never, tp, self.top),
+            sample_tokens(self.draws, self.logits.following, never, tp, self.top, self.block),
             *(self.logits.labelled[key] for key in self.labelled),
         ]
 
@@ -195,17 +197,19 @@ def sample_tokens(
     never: list[int],
     tp: Axis,
     top: int,
+    block: int | None = None,
 ) -> Float[Tensor, "draws numbers"]:
     """Sample a token for each of `draws`, in one call for all with equal sampling options.
 
     Returns a row per draw: token id, 1 if it was a near tie with another token, 1 if all its logits
     were finite, then log-probabilities of it and of the `top` most likely tokens, with the ids of
-    these (0 if not requested). `never`: token ids that are not sampled.
+    these (0 if not requested). `never`: token ids that are not sampled. `block`: see
+    `ForwardOutput`.
     """
     places, parts = [], []
     for members, some, raw in _group_by_options(draws, logits):
         places += members
-        parts.append(_sample_group(some, raw, never, tp, top))
+        parts.append(_sample_group(some, raw, never, tp, top, block))
     if len(parts) == 1:  # a server's requests mostly have the same options
         return parts[0]
     out = logits.new_empty((len(draws), LOGPROBS + 1 + 2 * top), dtype=torch.float64)
@@ -261,6 +265,7 @@ def _sample_group(
     never: list[int],
     tp: Axis,
     top: int,
+    block: int | None,
 ) -> Float[Tensor, "draws numbers"]:
     """Sample a token for each draw, all with the same sampling options, from their logits `raw`;
     all ranks of tp take the same token. Returns the rows of `sample_tokens`: token, near tie,
@@ -276,7 +281,11 @@ def _sample_group(
     if kind is None:
         return torch.cat((out, out.new_zeros((len(out), 1 + 2 * top))), 1)
     of = raw if kind == "raw" else processed
-    return torch.cat((out, sampling.log_probabilities(of, tokens, top)), 1)
+    numbers = sampling.log_probabilities(of, tokens, top)
+    if block is not None:
+        # the model's own, with the bits that training gives them
+        numbers[:, 0] = sampling.exact_log_probabilities(raw, tokens, block)
+    return torch.cat((out, numbers), 1)
 
 
 def _select(

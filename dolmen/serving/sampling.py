@@ -24,6 +24,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from dolmen.core.reduction import widen
+from dolmen.ops import invariant, loss
 from dolmen.serving.request import SamplingParams
 
 CLOSE = 1e-4
@@ -362,6 +364,18 @@ def sample_token(
     above = torch.where(upper < total, upper - threshold, math.inf)
     below = torch.where(lower > 0, threshold - lower, math.inf)
     return tokens[:, 0], torch.minimum(above, below)
+
+
+def exact_log_probabilities(
+    logits: Float[Tensor, "rows vocabulary"], tokens: Int64[Tensor, " rows"], block: int
+) -> Float[Tensor, " rows"]:
+    """Return the log-probability of each row's token in softmax(logits), fp32, with the bits that
+    `parallel.log_probabilities` computes with exact numerics. `block`: tokens in a leaf of the sum
+    of exponentials.
+    """
+    wide = widen(logits).clone()
+    e, _, target = loss.exponentials(wide, wide.amax(-1), tokens, 0)
+    return target - invariant.sum_blocks(e, block).log()
 
 
 def log_probabilities(

@@ -94,6 +94,14 @@ REFUSED = {
         {"model": {"model_type": "mixtral", "num_local_experts": 4}},
         "does not cover MoESpec",
     ),
+    "a temperature": (
+        {
+            "objective": {"name": "grpo"},
+            "data": {"rows": "prompts"},
+            "rollout": {"temperature": 0.7},
+        },
+        "rollout.temperature is 0.7, and train.numerics exact covers 1.0 alone",
+    ),
     "a limit alone": (
         {"train": {"numerics": "fast"}},
         r"train.exact.tp \(2\) is a limit of exact numerics",

@@ -94,15 +94,15 @@ class ScoreRule(NamedTuple):
 
 
 def _blocks(
-    q: Tensor, keys: int, rule: Rule
+    q: Tensor, keys: int, rule: Rule, size: int | None
 ) -> Iterator[tuple[slice, tuple[slice, ScoreRule] | None]]:
     """Yield, per block of queries in order, the slice of its rows (query, head) in Q, and a pair:
     the slice of keys to multiply them with, and how the products become scores; None in place of
-    the pair where no query of the block sees any key.
+    the pair where no query of the block sees any key. `size`: queries of a block; None:
+    `block_size`.
     """
     group, queries, device = rule.group, q.shape[1] // rule.group, q.device
-    least = WHOLE if rule.starts is None else BLOCK
-    size = max(BLOCK, min(max(least, -(-queries // BLOCKS)), SCORES // keys))
+    size = size or block_size(queries, keys, rule.starts is not None)
     same_mask = rule.starts is None and rule.offset == keys - queries
     shared = _shared_mask(min(size, queries), keys, rule, device) if same_mask else None
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -121,6 +121,12 @@ def _blocks(
         alibi = None if slopes is None else (slopes, _distances(mine, theirs, rule, slopes))
         scores = ScoreRule(rule.scale, rule.soft_cap, alibi, mask)
         yield rows, (slice(theirs.start, theirs.stop), scores)
+
+
+def block_size(queries: int, keys: int, documents: bool = False) -> int:
+    """Return the number of queries in a block."""
+    least = BLOCK if documents else WHOLE
+    return max(BLOCK, min(max(least, -(-queries // BLOCKS)), SCORES // keys))
 
 
 def _runs(queries: int, keys: int, size: int, rule: Rule) -> Iterator[tuple[range, range]]:
@@ -280,16 +286,17 @@ def forward(
     v: Float[Tensor, "n keys value_size"],
     rule: Rule,
     exponentials: Exponentials = exponentials,
+    size: int | None = None,
 ) -> tuple[
     Float[Tensor, "n rows value_size"], Float[Tensor, "n rows 1"], Float[Tensor, "n rows 1"]
 ]:
     """Return the attention output before its division, and what divides it: weighted = exp(S -
     maximum) V in q's dtype; total, the row sums (1 where no key is seen); log_sum, the log of the
-    sum of exp(S). The latter two are fp32 or wider.
+    sum of exp(S). The latter two are fp32 or wider. `size`: queries of a block; None: `block_size`.
     """
     log_sum = torch.empty_like(q[..., :1], dtype=torch.promote_types(q.dtype, torch.float32))
     weighted, total = empty_out(q, v), torch.empty_like(log_sum)
-    for rows, sees in _blocks(q, k.shape[1], rule):
+    for rows, sees in _blocks(q, k.shape[1], rule, size):
         if sees is None:
             weighted[:, rows], total[:, rows], log_sum[:, rows] = 0, 0, -math.inf
             continue
@@ -321,7 +328,7 @@ def backward(
     dq = torch.empty_like(q)
     dk = torch.zeros_like(k, dtype=log_sum.dtype)
     dv = torch.zeros_like(v, dtype=log_sum.dtype)
-    for rows, sees in _blocks(q, k.shape[1], rule):
+    for rows, sees in _blocks(q, k.shape[1], rule, None):
         if sees is None:
             dq[:, rows] = 0
             continue

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dolmen.core.autograd import Context, TypedFunction
@@ -30,6 +31,29 @@ def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) ->
     sinks = None if attend.sinks is None else attend.sinks.view(kv_heads, 1, rule.group)
     out = _Blockwise.apply(*(_rows(t, kv_heads) for t in (q, k, v)), sinks, *rule)
     return _heads(out, kv_heads, (*q.shape[:3], v.shape[3]))
+
+
+def cached_attention(q: Queries, k: Keys, v: Values, attend: Attend, length: int) -> Attended:
+    """Return attention of the last tokens of sequences, q, to all tokens so far, k and v, with
+    the bits that `attention` gives them in whole sequences of `length` tokens. No autograd.
+
+    The bits of a row follow from the number of its block's keys. So queries are computed in the
+    blocks of whole sequences: 0 stands for the other queries of a block, and for keys to come,
+    which are masked. A block costs as much for one query as for all.
+    """
+    (past, keys), length = (k.shape[1] - q.shape[1], k.shape[1]), max(length, k.shape[1])
+    size, out = blocks.block_size(length, length), []
+    for first in range(past // size * size, keys, size):
+        stop = min(first + size, length)
+        begin, end = max(first, past), min(stop, keys)
+        rows = F.pad(q[:, begin - past : end - past], (0, 0, 0, 0, begin - first, stop - end))
+        ks, vs = (F.pad(t[:, :end], (0, 0, 0, 0, 0, stop - end)) for t in (k, v))
+        kv_heads, rule = ks.shape[2], _rule(rows, ks, Place(first, 0, attend))
+        rows_q, rows_k, rows_v = (_rows(t, kv_heads) for t in (rows, ks, vs))
+        weighted, total, _ = blocks.forward(rows_q, rows_k, rows_v, rule, size=size)
+        y = _heads((weighted / total).to(q.dtype), kv_heads, (*rows.shape[:3], v.shape[3]))
+        out.append(y[:, begin - first : end - first])
+    return torch.cat(out, 1)
 
 
 def partial(q: Queries, k: Keys, v: Values, at: Place) -> tuple[Attended, LogSum]:
