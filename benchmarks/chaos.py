@@ -8,6 +8,10 @@ disturbed.
         the restarts are those of torchrun's elastic agent
     python benchmarks/chaos.py --elastic --kills 20 --steps 4000
         agents of torchrun, 1 to 4 of them, die, join, and lose workers (agents.py); exact numerics
+=======
+        agents of torchrun, 2 to 4 of them, die, join, and lose workers (agents.py); exact numerics
+    python benchmarks/chaos.py --layouts --kills 20 --steps 200
+        each start after a kill has another layout, and the undisturbed run one process
     python benchmarks/chaos.py --ppo --kills 8 --steps 60
         a policy and its critic, which learn from what the policy draws
 
@@ -17,6 +21,7 @@ is what was seen at the moment of the kill. Exit code 1 if a bit differs.
 """
 
 import argparse
+import hashlib
 import json
 import random
 import subprocess
@@ -70,6 +75,15 @@ ELASTIC = [
 """A model so small that a restart takes longer than a hundred steps. Of its batch of 8, exact
 numerics allow dp 1, 2 and 4: of three agents one is a spare.
 """
+LAYOUTS = (
+    ("--layout.tp", "2"),
+    ("--layout.dp", "2", "--layout.zero", "3"),
+    ("--layout.pp", "2", "--train.microbatch-size", "2"),
+    ("--layout.tp", "2", "--layout.sequence-parallel", "--train.microbatch-size", "4"),
+    ("--layout.dp", "2", "--layout.zero", "2", "--train.microbatch-size", "1"),
+    ("--layout.pp", "2", "--layout.schedule", "zero-bubble", "--train.microbatch-size", "1"),
+)
+"""The layouts of a run with exact numerics that starts again with another one."""
 SNAPSHOTS = ["--checkpoint.snapshot-every", "5"]
 
 
@@ -193,9 +207,9 @@ class Runs:
     def wild(self) -> Path:
         return self.folder / "wild"
 
-    def start(self, out: Path, restarts: int = 0) -> subprocess.Popen:
-        log = out.with_suffix(".log")
-        return start(self.file, out, self.words, log, self.torchrun, restarts)
+    def start(self, out: Path, restarts: int = 0, more: tuple[str, ...] = ()) -> subprocess.Popen:
+        log, words = out.with_suffix(".log"), [*self.words, *more]
+        return start(self.file, out, words, log, self.torchrun, restarts)
 
     def said(self, out: Path) -> str:
         return out.with_suffix(".log").read_text()
@@ -214,8 +228,11 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
         "--torchrun", type=int, help="processes to start by torchrun, and not by dolmen"
     )
     parser.add_argument("--elastic", action="store_true", help="agents of torchrun die and join")
+    parser.add_argument("--layouts", action="store_true", help="another layout after each kill")
     parser.add_argument("--ppo", action="store_true", help="a run that draws what it learns from")
     given, words = parser.parse_known_args()
+    if given.layouts:
+        words = [*(words or ELASTIC), "--train.exact.tp", "2"]
     words = words or (ELASTIC if given.elastic else ["--layout.tp", "2"])
     return given, [
         *words,
@@ -258,6 +275,35 @@ def disturbed(runs: Runs, wanted: int, seed: int, screen: Console) -> tuple[Kill
             f"{kills.total} kills"
         )
     return kills, time.monotonic() - began, bool(workers(launcher.pid))
+
+
+def relayout(runs: Runs, wanted: int, seed: int, screen: Console) -> Kills:
+    """Start the run `wild` with one layout after the other, and kill a rank of each but the last;
+    what was killed.
+    """
+    chance, kills = random.Random(seed), Kills()
+    for number in range(wanted + 1):
+        layout = LAYOUTS[number % len(LAYOUTS)]
+        launcher = runs.start(runs.wild, more=("--resume", *layout))
+        try:
+            if number < wanted:
+                kill_one(launcher, runs.wild, ("step", "save")[number % 2], chance, kills, set())
+            code = launcher.wait()
+        finally:
+            if launcher.poll() is None:
+                launcher.kill()
+        if number == wanted and code:
+            raise SystemExit(runs.said(runs.wild))
+        screen.print(f"{number:3}  step {logged(runs.wild)[0]:4}  {' '.join(layout)}")
+    return kills
+
+
+def digest(out: Path) -> str:
+    """SHA-256 of all weights and moments of the last checkpoint, in the order of names."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors(out).items()):
+        found.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
 
 
 def elastic(runs: Runs, given: argparse.Namespace, screen: Console) -> list[Event]:
@@ -326,6 +372,13 @@ def main() -> int:
             equal, same = compare(runs)
             screen.print(f"weights and optimizer state equal: {equal}; losses of all steps: {same}")
             return 0 if equal and same and len(events) >= given.kills else 1
+        if given.layouts:
+            kills = relayout(runs, given.kills, given.seed, screen)
+            (equal, same), hashes = compare(runs), [digest(out) for out in (runs.calm, runs.wild)]
+            for out, sha in zip(("one process", "killed"), hashes, strict=True):
+                screen.print(f"SHA-256 of weights and moments, {out}: {sha}")
+            screen.print(f"kills: {kills.total}; losses of all steps equal: {same}")
+            return 0 if equal and same and hashes[0] == hashes[1] else 1
         kills, wild, left = disturbed(runs, given.kills, given.seed, screen)
         equal, same = compare(runs)
         again = str(runs.said(runs.wild).count("dolmen: restart "))

@@ -27,6 +27,7 @@ from dolmen.model.training import Training
 from dolmen.ops.numerics import Exact
 from dolmen.optim.optimizer import DTYPES, OptimizerConfig, make_optimizer
 from dolmen.parallel.simulation import make_schedule
+from dolmen.training.receipt import digest_weights
 from dolmen.training.state import TrainState
 from dolmen.training.step import optimizer_step
 
@@ -60,6 +61,13 @@ def seconds(state: TrainState, batch: Batch, mesh: Mesh) -> float:
     return time.process_time() - before
 
 
+def digest_seconds(state: TrainState, mesh: Mesh) -> float:
+    """CPU time of the digests of all weights, which each step's receipt has."""
+    before = time.process_time()
+    digest_weights(state.model, mesh)
+    return time.process_time() - before
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     defaults = dict(hidden=256, layers=4, ffn=768, vocab=8192, rows=4, tokens=256, rounds=9)
@@ -67,7 +75,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--micros", type=int, default=1, help="microbatches of a step")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--limits", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--limits", type=int, nargs="*", default=[1, 4, 8])
     options = parser.parse_args()
     allocator.keep_freed_memory()
     with process_group_context(None, torch.device("cpu")):
@@ -92,6 +100,9 @@ def compare(options: argparse.Namespace) -> None:
     for name, times in found.items():
         ratios = [a / b for a, b in zip(times, found["fast"], strict=True)]
         print(f"{name:20} {statistics.median(times):.3f} s  x {statistics.median(ratios):.2f}")
+    digests = [digest_seconds(sides["fast"], mesh) for _ in range(options.rounds)]
+    count = sum(p.numel() for p in sides["fast"].model.parameters())
+    print(f"{'digests of a receipt':20} {statistics.median(digests):.3f} s  of {count:,} weights")
 
 
 if __name__ == "__main__":

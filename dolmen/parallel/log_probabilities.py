@@ -122,9 +122,9 @@ class _LogProbabilities(TypedFunction):
                 dlogits.add_(of_entropy)
             if gradients is not None:
                 if dx is not None:
-                    dx[rows] = gradients.of_input(dlogits)
-                dw = gradients.of_weight(i, dlogits, entered[rows]) if wants_dw else None
-                db = gradients.of_bias(i, dlogits) if wants_db else None
+                    dx[rows] = gradients.input_gradient(dlogits)
+                dw = gradients.weight_gradient(i, dlogits, entered[rows]) if wants_dw else None
+                db = gradients.bias_gradient(i, dlogits) if wants_db else None
                 continue
             if dx is not None:
                 dx[rows] = dlogits @ weight

@@ -238,18 +238,20 @@ class SequenceGradients:
         self.exact, self.block, self.blocks = exact, block, weight.split(block)
         self.weights, self.biases = Tree(sequences), Tree(sequences)
 
-    def of_input(self, dlogits: Float[Tensor, "tokens rows"]) -> Float[Tensor, "tokens hidden"]:
+    def input_gradient(
+        self, dlogits: Float[Tensor, "tokens rows"]
+    ) -> Float[Tensor, "tokens hidden"]:
         """Return the input gradient of a sequence, a partial sum over tp."""
         pairs = zip(dlogits.split(self.block, 1), self.blocks, strict=True)
         return invariant.sum_of_products(pairs, len(self.blocks))
 
-    def of_weight(
+    def weight_gradient(
         self, i: int, dlogits: Float[Tensor, "tokens rows"], x: Float[Tensor, "tokens hidden"]
     ) -> Float[Tensor, "rows hidden"] | None:
         """Add sequence i; return the weight gradient of all with the last, else None."""
         return self.weights.add(i, invariant.product(dlogits.t(), x))
 
-    def of_bias(
+    def bias_gradient(
         self, i: int, dlogits: Float[Tensor, "tokens rows"]
     ) -> Float[Tensor, " rows"] | None:
         """Add sequence i; return the bias gradient of all with the last, else None."""
@@ -303,11 +305,11 @@ class _ExactLinearCrossEntropy(_LinearCrossEntropy):
             if dlogits is None:
                 continue
             if dx is not None:
-                dx[rows] = gradients.of_input(dlogits)
+                dx[rows] = gradients.input_gradient(dlogits)
             if wants_dw:
-                dw = gradients.of_weight(i, dlogits, entered[rows])
+                dw = gradients.weight_gradient(i, dlogits, entered[rows])
             if wants_db:
-                db = gradients.of_bias(i, dlogits)
+                db = gradients.bias_gradient(i, dlogits)
         ctx.kept = call.tp
         ctx.save_for_backward(dx, dw, db)
         return total

@@ -81,7 +81,7 @@ class ForwardOutput:
     logits: RunnerOutput | None
     """Logits, on the last pipeline stage; None on others."""
     block: int | None = None
-    """With exact numerics, tokens of the vocabulary in a leaf of a sum of exponentials."""
+    """Tokens of the vocabulary in a leaf of a sum of exponentials; None without exact numerics."""
 
     @cached_property
     def draws(self) -> list[Draw]:

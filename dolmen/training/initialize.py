@@ -44,7 +44,8 @@ def make_state(resolved: ResolvedRun, mesh: Mesh, steps: int) -> TrainState:
     pipeline.connect(schedule, mesh)
     if run.training.exact is not None:
         check_machine(
-            run.spec, run.training.exact, run.microbatch_size, mesh, DTYPES[run.train.dtype]
+            *(run.spec, run.training.exact, run.microbatch_size, mesh, DTYPES[run.train.dtype]),
+            generates=run.objective.name == "grpo",
         )
     model = build_model(run, run.spec, schedule, mesh)
     load_initial(model, resolved.weights, run)

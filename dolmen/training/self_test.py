@@ -46,12 +46,15 @@ def check_machine(
     microbatch_size: int,
     mesh: Mesh,
     dtype: torch.dtype = torch.float32,
+    generates: bool = False,
 ) -> None:
     """Raise ValueError on every rank if any rank finds a product or an attention whose bits depend
     on the layout, computes on a GPU, or has a CPU that gives other bits than the first rank's.
-    `dtype`: of compute. Collective.
+    `dtype`: of compute. `generates`: single tokens are computed, too (rollouts). Collective.
     """
     shapes = product_shapes(spec, exact, microbatch_size, mesh.tp.size)
+    if generates:
+        shapes += [shape._replace(leaf_m=1) for shape in shapes if shape.transposed == "b"]
     if mesh.device.type == "cpu":
         broken_product = find_broken_product(shapes, dtype) or find_broken_attention(
             spec, exact, microbatch_size, mesh.tp.size, dtype

@@ -226,6 +226,18 @@ def test_the_self_test_compares_with_one_thread(monkeypatch):
     assert found == "the product of 64 x 48 and 48 x 40 than one thread"
 
 
+def test_the_self_test_sees_single_tokens_where_they_are_generated(monkeypatch, material):
+    right, spec = invariant.product, config(material).spec
+
+    def product(a, b):
+        return right(a, b) * (1 + 2**-23 * (len(a) == 1))
+
+    monkeypatch.setattr(invariant, "product", product)
+    self_test.check_machine(spec, Exact(2, 10), 4, SINGLE)
+    with pytest.raises(ValueError, match="in its part of 1 x "):
+        self_test.check_machine(spec, Exact(2, 10), 4, SINGLE, generates=True)
+
+
 def refuse_other_bits(spec) -> None:
     """The second rank's products agree with their parts, and differ from the first's."""
     mesh, right = Layout(tp=2, dp=1).mesh(torch.device("cpu")), invariant.product
