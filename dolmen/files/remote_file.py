@@ -128,7 +128,10 @@ TextFile = Path | RemoteFile
 
 @contextmanager
 def open_binary(file: TextFile) -> Iterator[BinaryIO]:
-    """Context manager: a seekable stream of a file's bytes. Raises as `RemoteFile.open`."""
+    """Context manager: a seekable stream of a file's bytes, local or at a URL. Raises OSError for a
+    local file; for a remote one StorageError, and ValueError at the end where it has changed
+    meanwhile.
+    """
     with open(file, "rb") if isinstance(file, Path) else file.open() as stream:
         yield stream
 
