@@ -104,7 +104,8 @@ def test_rows_with_experts_are_as_wide_in_every_layout(experts):
         mesh = SimpleNamespace(cp=SimpleNamespace(size=cp), tp=SimpleNamespace(size=tp))
         spec = SimpleNamespace(experts=experts)
         models = SimpleNamespace(policy=SimpleNamespace(spec=spec))
-        return RolloutBatches._length_multiple(SimpleNamespace(mesh=mesh, models=models))
+        batches = SimpleNamespace(mesh=mesh, models=models, _exact=False)
+        return RolloutBatches._length_multiple(batches)
 
     found = [unit(1, 1), unit(2, 2), unit(8, 1), unit(8, 2), unit(3, 2)]
     assert found == ([16, 16, 16, 32, 48] if experts else [2, 8, 16, 32, 12])
