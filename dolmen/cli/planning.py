@@ -251,9 +251,10 @@ def proof(shortest: ShortestSchedule, widths: tuple[int, ...]) -> str:
 
 
 def build_schedule(options: ScheduleOptions) -> Schedule:
-    """Return the pipeline schedule that options.schedule names, or reads from a file. Numbers of
-    ranks, microbatches and chunks (virtual stages) that are not set are the file's, or 4, 8, and 1
-    or 2 by the kind of schedule. Raises ValueError, also for over 500,000 forwards.
+    """Return the pipeline schedule that options.schedule names, or reads from a file. Unset ranks,
+    microbatches and chunks are the file's, or 4, 8, and 1 (2 for interleaved and zero-bubble-v).
+    Raises ValueError, also if options.memory is set (for search only), and for over 500,000
+    forwards.
     """
     if options.memory is not None:
         raise ValueError(

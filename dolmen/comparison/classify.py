@@ -126,8 +126,9 @@ def _compare_group(axis: str, pieces: list[RecordedShard], right: list[Tensor]) 
 
 
 def _join_microbatches(recorded: Recorded) -> dict[int, RecordedShard]:
-    """Return rank -> what it holds of a recorded tensor, with the rows of its microbatches
-    concatenated.
+    """Return rank -> what it holds of a recorded tensor, with rows and values of its microbatches
+    concatenated as they are. Where pieces have no rows, or one is from another place (`where`) than
+    the first, only the first piece is kept.
     """
     joined: dict[int, RecordedShard] = {}
     for piece in recorded.pieces:

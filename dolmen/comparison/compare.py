@@ -331,9 +331,10 @@ def _heads(side: Side, number: int, word: str) -> Tensor | None:
 
 
 def scores_of(side: Side, name: str) -> Tensor | None:
-    """Return the attention probabilities softmax(scale q k^T + mask) of the layer of tensor `name`,
-    computed from the side's recorded queries and keys, [sequences, heads, queries, keys]; None
-    where these are not recorded.
+    """Return the attention probabilities softmax(scale q k^T + mask) of the layer that has tensor
+    `name`, from the side's recorded queries and keys, [sequences, heads, queries, keys]; attention
+    sinks take their share, so rows may sum to less than 1. None where queries or keys are not
+    recorded.
     """
     number = recording.layer_of(name)
     assert number is not None

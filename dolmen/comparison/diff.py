@@ -313,8 +313,9 @@ def _pin_side(spelled: str) -> str:
 
 
 def _record_side(side: OpenSide, both: SidePair, config: DiffConfig) -> Recording:
-    """Run a side and return what it recorded: in this process if it has one rank and computes in
-    its parameters' dtype, else in processes that the launcher starts.
+    """Run a side and return what it recorded: in this process if it has one rank, and is
+    transformers or computes in its parameters' dtype; else in processes that the launcher starts. A
+    transformers side in float64 is recorded as float32, which its norms and rope compute in.
     """
     layout, dtype = side.layout, DTYPES[side.dtype]
     sizes = Topology(dp=layout.dp or 1, tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep)

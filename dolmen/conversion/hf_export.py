@@ -205,9 +205,9 @@ def _write_sidecar_files(
     generation_config: Mapping[str, Any] | None,
     tokenizer_folder: Path | str | None,
 ) -> None:
-    """Write config.json (with `dtype`), generation_config.json (default: token ids of the config)
-    and a copy of the tokenizer files into `folder`. Warns of fields that config.json cannot
-    express.
+    """Write config.json (with `dtype`), generation_config.json (if None or empty: token ids of the
+    config; no file if it has none) and a copy of the tokenizer files into `folder`. Warns of fields
+    that config.json cannot express.
     """
     if dtype != stated_dtype(model):
         model = edit(model, dtype=str(dtype).removeprefix("torch."))

@@ -131,8 +131,10 @@ class Batch:
         return replace(batch, positions=PositionIds.from_ids(ids.transpose(0, 1)))
 
     def _without(self, padding: int, streams: int) -> "Batch":
-        """Return the batch with the first position stream counting only tokens that are not
-        `padding`, which get -1, as transformers' create_position_ids_from_input_ids does.
+        """Return the batch with the first position stream less the number of `padding` tokens
+        before each token, and -1 at padding itself, as transformers'
+        create_position_ids_from_input_ids does; without padding, the batch itself. If it has no
+        positions, `streams` are made, the others 0.
         """
         padded = self.tokens == padding
         if not padded.any():

@@ -163,8 +163,8 @@ def look_at(source: DataSource, text_field: str, least: int) -> str:
 
 
 def same_files(source: DataSource, validation: DataSource) -> bool:
-    """Return True if each file of `source` is also a file of `validation`, by its bytes. Reads only
-    files with a counterpart of the same size.
+    """Return True if each file of `source` is also one of `validation`, by path or by its bytes
+    (only files with a counterpart of the same size are read); False where `source` has hubs.
     """
     if source.hubs:
         return False

@@ -224,8 +224,9 @@ class Shuffled:
         return np.concatenate(parts, dtype=np.int64, casting="unsafe")
 
     def places(self, sample: int) -> list[tuple[int, int]]:
-        """Return the token ranges (begin, end) that sample number `sample` is read from; past the
-        last sample the first follows.
+        """Return the token ranges (begin, end) that sample number `sample` is read from, one per
+        document, sequence_length + 1 tokens in all (its last is the next sample's first in document
+        order); past the last sample the first follows.
         """
         position = int(self.shuffle[sample % len(self)]) * self.sequence_length
         left, run = self.sequence_length + 1, int(np.searchsorted(self.ends, position, "right"))

@@ -95,8 +95,8 @@ class Zstandard(io.RawIOBase):
         self.frame = None
 
     def read(self, size: int = -1) -> bytes:
-        """Read at most `size` bytes; b"" at the end. Raises EOFError for a truncated file,
-        ZstdError for a damaged one.
+        """Read at most `size` bytes (below 0: those of one decompressed block); b"" at the end.
+        Raises EOFError for a truncated file, ZstdError for a damaged one.
         """
         while not self.ready:
             block = self.rest or self.packed.read(BLOCK)
@@ -109,7 +109,8 @@ class Zstandard(io.RawIOBase):
             self.ready, self.rest = self.frame.decompress(block), b""
             if self.frame.eof:
                 self.rest, self.frame = self.frame.unused_data, None
-        data, self.ready = self.ready[:size], self.ready[size:]
+        end = len(self.ready) if size < 0 else size
+        data, self.ready = self.ready[:end], self.ready[end:]
         return data
 
 
@@ -210,8 +211,8 @@ def jsonl_rows(file: TextFile, max_bytes: int | None = None) -> Iterator[Located
 
 
 def lines_of(stream: BinaryIO, file: TextFile, max_bytes: int | None = None) -> Iterator[bytes]:
-    """Yield the lines of a stream. Raises ValueError for a line over `max_bytes`, or over what any
-    row may have.
+    """Yield the lines of a stream, with their line ends. Raises ValueError, which names `file` and
+    the line's number, for a line over `max_bytes`, or over what any row may have.
     """
     most = min(TEXT_ROW.size, max_bytes or TEXT_ROW.size)
     for number, line in enumerate(iter(lambda: stream.readline(most + 1), b""), 1):

@@ -221,7 +221,8 @@ def find_ending(
 
 def seams(corpus: Corpus, index: int, length: int, size: int) -> np.ndarray:
     """Return the tokens and bytes of a document up to the end of each of the pieces in which it was
-    tokenised, int64 [pieces, 2]. `length`, `size`: its tokens and bytes.
+    tokenised, int64 [pieces, 2]; one piece where no seams are recorded. `length`, `size`: its
+    tokens (with the end-of-text token, which that one piece leaves out) and bytes.
     """
     document_seams = corpus.seams[corpus.seams["document"] == index]
     if not len(document_seams):

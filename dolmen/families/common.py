@@ -337,7 +337,7 @@ def _write_act(family: Family, spec: ModelSpec) -> str:
 def _write_rope(family: Family, spec: ModelSpec) -> dict[str, Any]:
     """Return the field rope_parameters for the first layer that has positions, always in
     transformers 5's spelling; `spell_field` translates it into a file's own when fields are edited.
-    Raises ValueError if these are not rope.
+    Raises ValueError if these are not rope, or no layer has positions.
     """
     known = (block.mixer.positions for block in spec.blocks)
     # Cohere2: the first layers with positions are those with a window

@@ -106,8 +106,10 @@ def _arrangement(config: dict[str, Any]) -> Arrangement:
 
 
 def _kv_heads(config: dict[str, Any]) -> int:
-    """Return the number of key-value heads: num_kv_heads in the new architecture, otherwise 1
-    (multi_query) or one per query head. Raises ValueError if num_kv_heads contradicts that.
+    """Return the number of key-value heads: in the new architecture num_kv_heads, or one per query
+    head if unset; else 1 (multi_query) or one per query head. There, raises ValueError for a
+    num_kv_heads that is neither that nor num_attention_heads, which transformers writes and
+    ignores.
     """
     heads, stated = config["num_attention_heads"], config["num_kv_heads"]
     if config["new_decoder_architecture"]:

@@ -251,8 +251,9 @@ class Family:
 
     @cached_property
     def schema(self) -> Any:
-        """Type hint that a config.json of the family is checked against: its fields under each of
-        their names, special tokens, dtype, auto_map, and dolmen's own fields under "dolmen".
+        """Type hint that a config.json of the family is checked against: model_type (required), and
+        where present its fields under each of their names, special tokens, dtype, auto_map, and
+        dolmen's own fields under "dolmen", where unknown keys are errors.
         """
         fields = {n: f.kind for f in self.fields if not f.ours for n in (f.name, *f.aliases)}
         # under "dolmen", where unknown keys are errors

@@ -68,8 +68,9 @@ GPT_NEO_FIELDS = (
 
 
 def _kinds(config: Mapping[str, Any]) -> list[str]:
-    """Return the attention type of each layer, "global" or "local". Raises ValueError if their
-    number is not num_layers, and if the two fields disagree.
+    """Return "global" or "local" for each layer: from attention_types, else from attention_layers,
+    else alternating from global. Raises ValueError if their number is not num_layers, or both
+    fields are given and disagree.
     """
     layers, types, layer_kinds = config["num_layers"], config[TYPES], config[LAYERS]
     if types is None:

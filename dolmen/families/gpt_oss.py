@@ -54,8 +54,8 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of a GPT-OSS config.json that `common.write` does not state, and a window
-    even if no layer has one, because transformers builds its masks from it.
+    """Return GPT-OSS's swiglu_alpha and swiglu_limit, from the first block's MoE, and
+    sliding_window: WINDOW if no layer has one, because transformers builds its masks from it.
     """
     sparse = expect(spec.blocks[0].mlp, MoESpec, "mlp")
     clamped = expect(sparse.activation, ClampedSwiGLU, "activation")

@@ -351,7 +351,7 @@ def edit(
 ) -> ModelConfig:
     """Return the model with another vocabulary size, tied or untied head, stated dtype, longest
     sequence, or special token ids (`bos_token_id`, `eos_token_id`, `pad_token_id`); unset arguments
-    change nothing. Raises ValueError.
+    change nothing. Raises ValueError for another keyword, or a value that the model cannot have.
     """
     unknown = sorted(special.keys() - kinds.SPECIAL_TOKENS.keys())
     if unknown:

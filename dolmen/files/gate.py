@@ -122,8 +122,8 @@ def read_json(file: Path | str, kind: Kind) -> Any:
 
 
 def parse_json(data: bytes, name: Path | str, kind: Kind) -> Any:
-    """Parse JSON bytes within the limits of `kind`, check its schema, and return the values; `name`
-    stands for the text in messages.
+    """Parse JSON bytes, nested no deeper than `kind.depth` (their size is not checked here), check
+    `kind`'s schema, and return the values; `name` stands for the text in messages.
 
     Raises Refused also for a name that is twice in one object, of which `json` would keep the last,
     and for NaN and Infinity unless `kind.constants`.

@@ -30,7 +30,9 @@ class RemoteFile:
 
     @property
     def name(self) -> str:
-        """Last part of the URL."""
+        """Last part of the URL, as it stands: a query is not cut off, and %-escapes are not
+        decoded.
+        """
         return PurePosixPath(self.url).name
 
     @property

@@ -352,9 +352,9 @@ def is_copy(file: Path, stored: StoredFile) -> bool:
 
 
 def local_copy(url: str, inside: str | None = None) -> Path:
-    """Return the path of the local copy of a URL, in the folder `inside` (default:
-    ~/.cache/dolmen/storage); nothing is downloaded. Raises ValueError for a URL with an empty part
-    or `..`, and for a copy that would lie behind a link.
+    """Return the path of the local copy of a URL, <inside>/<scheme>/<path> (default of `inside`:
+    ~/.cache/dolmen/storage); nothing is downloaded. Raises ValueError for an empty part, `.` or
+    `..`, and where the copy or a folder between it and `inside` is a link.
     """
     scheme, _, path = url.partition("://")
     parts = path.strip("/").split("/")

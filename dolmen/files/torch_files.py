@@ -497,8 +497,9 @@ def _load_storage(content: Any) -> Storage:
 
 
 def _tensor(view: StoredView, content: bytes) -> Tensor:
-    """Return a tensor in new memory, copied from the bytes of its storage. Raises UnpicklingError
-    unless its elements are contiguous.
+    """Return a tensor in new memory, copied from `content`, in which its storage begins at
+    `view.storage.start`. Raises UnpicklingError unless its elements are contiguous; that `content`
+    is long enough is not checked.
     """
     if not view.contiguous:
         raise pickle.UnpicklingError("a tensor is not contiguous")

@@ -291,8 +291,9 @@ class Branch(Component):
     def part(
         self, x: Float[Tensor, "tokens hidden"], inputs: LayerInputs
     ) -> Float[Tensor, "tokens hidden"]:
-        """Return the branch's output for x, without the row bias, as a partial sum over tp: the
-        caller adds it to others and reduces them together. x is the same on all ranks of tp.
+        """Return the branch (column products, inner part, row product) of x without the row bias,
+        as a partial sum over tp: the caller adds it to others and reduces them together. x is the
+        same on all ranks of tp and must have entered tp already: that is not done here.
         """
         y = self.inner_with_hooks(tensor.products(x, self.columns, self.tp), inputs)
         # x has entered already: `products`, not `columns`

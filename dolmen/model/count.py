@@ -41,9 +41,9 @@ def training_flops_per_token(
 def attention_flops_per_token(
     spec: ModelSpec, sequence_length: int, attention: Literal["causal", "full"] = "causal"
 ) -> float:
-    """Return the FLOPs per token of attention scores, forward and backward: q k^T and the weighted
-    sum of v, without projections. A causal query counts the keys that it sees on average;
-    `attention` "full" counts the whole sequence.
+    """Return the FLOPs per token of attention scores (q k^T, weighted sum of v), forward and
+    backward, without projections. A query counts the keys that it sees on average, by mask and
+    window; a bidirectional one, and with `attention` "full" each, counts the whole sequence.
     """
 
     def keys(mixer: Mixer) -> float:

@@ -402,9 +402,10 @@ class Decoder(nn.Module):
         return self._apply_head(y, len(tokens), end) if here.last else y
 
     def _embed_tokens(self, tokens: Tensor, positions: Tensor, inputs: LayerInputs) -> Tensor:
-        """Return the input of the first block [tokens, hidden]: token embeddings, plus learned
-        positions and token types, then the embedding norm and dropout, where the model has them.
-        `positions` [streams, b, s / cp] are per sequence, or [streams, 1, s / cp] for all.
+        """Return the first block's input [this rank's tokens, hidden]: embeddings of `tokens`
+        (whole sequences, split over cp here), projection, positions, block positions, types, norm,
+        dropout, as the model has. `positions` [streams, b, s / cp] are split already; b may be 1
+        for all sequences.
         """
         assert self.embed is not None
         # this cp rank's tokens (zigzag); tp ranks then add up their rows of the vocabulary

@@ -205,8 +205,10 @@ class PPOPolicyLoss:
     def compute_loss(
         self, new: Tensor, entropy: Tensor | None, head: LMHead, batch: Batch
     ) -> LossOutput:
-        """Return the sum of the losses and metrics of this rank's tokens, from their
-        log-probabilities `new` and entropies (or None).
+        """Return the sums of PPO's loss (clipped, with dual clip and entropy bonus; no KL to a
+        reference) and of its metrics over this rank's labelled tokens, from their log-probabilities
+        `new` and their entropies (or None). `head` only picks this rank's part of `batch`, which
+        has OLD and ADVANTAGE.
         """
         old, advantages = (head.local_tokens(batch.numbers[name]) for name in (OLD, ADVANTAGE))
         valid = head.local_tokens(batch.labels) != IGNORED

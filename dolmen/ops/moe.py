@@ -141,7 +141,9 @@ class _Spread(TypedFunction):
 
     @staticmethod
     def backward(ctx: Context[int], g: Tensor) -> tuple[Tensor, None, None]:
-        """Return, per token, the sum of the gradients of its k rows."""
+        """Return, per token, the sum of the gradients of its k rows, gathered by the saved index,
+        as they are not side by side.
+        """
         return g[ctx.saved_tensors[0]].view(-1, ctx.kept, g.shape[-1]).sum(1), None, None
 
 

@@ -96,8 +96,9 @@ class LeafProduct:
     def sum_of_input_gradients(
         self, grads: Sequence[Float[Tensor, "tokens _"]], weights: Sequence[Float[Tensor, "_ in"]]
     ) -> Float[Tensor, "tokens in"]:
-        """Return the sum of g W over weights with one input: per leaf of the outputs first over the
-        weights, then in the fixed order of a tree over leaves.
+        """Return this rank's sum of g W over weights with one input, without a collective: per leaf
+        of the outputs first over the weights (widened if several), then in the fixed order of a
+        tree over leaves.
         """
         tree, total = Tree(self.outputs), None
         cut = [

@@ -114,8 +114,9 @@ def has_whole_blocks(record: sharding.Record) -> bool:
 
 
 def quantise_shard(shard: Tensor, module: nn.Module) -> tuple[Tensor, ...]:
-    """Return the tensors that one rank sends of its shard: (payloads [..., rows, in], scales [...,
-    rows / 128, in / 128]) while `module` trains, else its values in bf16 alone.
+    """Return the tensors that one rank sends of its shard, rounded to bf16: (e4m3 payload [...,
+    rows, in], its scales [..., rows / 128, in / 128]) while `module` trains, else the bf16 values
+    alone.
     """
     values = shard.to(torch.bfloat16)
     if not module.training:

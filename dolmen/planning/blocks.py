@@ -405,9 +405,10 @@ class _Block(Maker):
         return rows[0], rows[1]
 
     def cast_rows(self) -> Both:
-        """Return the ledger rows (forward, backward) of the kernels that cast inputs of matrix
-        products to fp8: each input is read, rounded and written in two layouts, as a product takes
-        both factors by rows. Scales are known from the kernel that made the input.
+        """Return the ledger rows (forward, backward), whether or not the run uses fp8, of casting
+        inputs of matrix products to fp8: each element is read once in 16 bits and written in two
+        layouts. Counts inputs of hidden width (forward and backward), and the wide ones of MLP and
+        attention (once in forward, twice in backward).
         """
         name = next(name for name in self.params if name.endswith("up.weight"))
         *stack, inner, _ = self.local_shape(name)

@@ -349,8 +349,8 @@ def row_seconds(row: LedgerRow, machine: Machine) -> float:
 
 
 def _product_shape(row: LedgerRow) -> tuple[int, int, int, int]:
-    """Return a product's shape (batch, rows, columns, contraction), with leading dimensions joined
-    to one batch.
+    """Return (batch, rows, columns, contraction) from the row's `shape`, which ends in the last
+    three; the dimensions before them are multiplied to one batch, 1 if there are none.
     """
     *batch, rows, columns, contraction = row.shape
     return math.prod(batch), rows, columns, contraction

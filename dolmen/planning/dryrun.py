@@ -131,8 +131,9 @@ def _count_step(
     max_load: float,
     observe: Callable[[], None],
 ) -> Ledger:
-    """Build the model and run one training step on `mesh` with fake tensors, and return the ledger:
-    operators, collectives and memory; see `dryrun`.
+    """Build the model, run one training step of `steps.schedule` on `mesh` with fake tensors, and
+    return the ledger of operators, collectives and memory. `observe` is called after each action.
+    What the step raises is raised as `crash_error`.
     """
     schedule = steps.schedule
     model = place(

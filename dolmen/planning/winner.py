@@ -144,7 +144,8 @@ def _is_whole(ranks: list[dict[str, Any]], run: RunConfig) -> bool:
 
 def compare_rank(question: Question, choice: LayoutChoice, counted: dict[str, Any]) -> RankRun:
     """Compare what a dry run counted on a rank with the closed forms of its pipeline rank: peak,
-    memory by kind, and bytes sent by axis.
+    memory by kind, and bytes sent by axis, with predicted seconds; axes on which neither sends are
+    left out.
     """
     # pipeline ranks are the outermost axis of the world
     rank = counted["rank"] // (question.cluster.gpus // choice.pp)

@@ -233,9 +233,9 @@ def log_completions(out: Path, step: int, rows: Sequence[dict[str, Any]]) -> lis
 def load(
     out: Path, step: int, completions: int, kind: type[RolloutType] = Rollout
 ) -> RolloutType | None:
-    """Return the rollout of the iteration that begins at `step`, as class `kind`. None where it has
-    no file, or one with another number of completions, from a run with other options. Raises
-    Refused for a file with wrong tensors.
+    """Return the rollout of the iteration that begins at `step`, as class `kind`; missing expert
+    choices are filled in. None without a file, or with another number of completions, from a run
+    with other options. Raises Refused for wrong tensors, whatever their number.
     """
     file = rollout_file(out, step)
     if not file.exists():

@@ -204,9 +204,9 @@ def _place(lows: Mapping[str, LowRank], model: Decoder) -> Adapters:
 
 def _read_pair(low: LowRank, weight: str, model: Decoder) -> Pair:
     """Return the low-rank pair of a weight on this rank: down and up projection, the scale
-    multiplied into up, and for DoRA the gain per output. Raises ValueError for values that are not
-    finite in the model's dtype: keys and values of such would spoil other sequences of the KV
-    cache.
+    multiplied into up, and for DoRA the gain per output. Raises ValueError for DoRA on a meta
+    weight, and for values that are not finite in the model's dtype: keys and values of such would
+    spoil other sequences of the KV cache.
     """
     form, param, tp = low.form, model.spec.params[weight], model.tp.axis
     weight_here, dtype = local_view(model.get_parameter(weight)), dtype_of(model)

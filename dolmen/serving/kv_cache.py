@@ -520,8 +520,9 @@ class KVCache:
             entries[1, i, : len(users)] = torch.tensor(back)
 
     def _record_usage(self) -> None:
-        """Raise the recorded maxima of pages in use, pages allocated and rectangle tokens to the
-        current numbers.
+        """Raise the recorded maxima of pages in use, pages allocated and rectangle tokens
+        (sequences times the longest: what a cache without pages would hold) to the current numbers.
+        Needs a sequence.
         """
         table = self.table
         self._in_use = max(self._in_use, table.in_use)

@@ -199,7 +199,8 @@ def sample_tokens(
     top: int,
     block: int | None = None,
 ) -> Float[Tensor, "draws numbers"]:
-    """Sample a token for each of `draws`, in one call for all with equal sampling options.
+    """Sample a token for each of `draws`, whose options may differ: those with equal options are
+    sampled together.
 
     Returns a row per draw: token id, 1 if it was a near tie with another token, 1 if all its logits
     were finite, then log-probabilities of it and of the `top` most likely tokens, with the ids of

@@ -290,8 +290,9 @@ def remove_export(out: Path) -> None:
 
 def _delete(out: Path, ours: list[tuple[str, str]]) -> None:
     """Delete the entries `ours`, (relative path, kind), of a run's folder: files in their order,
-    except the lock file, then folders. Raises Unusable where a folder is not empty then, as
-    something was written into it meanwhile; the folder `hang`, where all ranks write, may stay.
+    except the lock file (missing ones are fine), then folders, inner first. Raises Unusable for a
+    folder that cannot be deleted, mostly as something was written into it meanwhile; the folder
+    `hang`, where all ranks write, may stay.
     """
     for path, what in ours:
         if what == "file" and path != LOCK:

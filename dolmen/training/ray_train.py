@@ -33,9 +33,10 @@ EVERY = 20
 
 
 def run(request: TrainRequest, processes: int | None, work: Work) -> int:
-    """Train as a job of Ray Train on the cluster of RAY_ADDRESS, else on this machine, with
-    `processes` workers (None: as many as the GPUs of the cluster allow). Return the exit code 0.
-    Raises BadInput without Ray, and Failed after more failures than --max-restarts.
+    """Train by Ray Train on the cluster of RAY_ADDRESS, else on this machine, with `processes`
+    workers (None: its GPUs rounded down to a multiple of tp x cp x pp, at least one such multiple).
+    Returns exit code 0. Raises BadInput without Ray, Failed after more failures than
+    --max-restarts.
     """
     if find_spec("ray") is None:
         raise BadInput("--launch ray needs Ray: pip install 'dolmen[ray]'")

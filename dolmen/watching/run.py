@@ -119,9 +119,9 @@ class WatchedRun:
             self.samples.setdefault(row["prompt"], {})[row["step"]] = row["text"]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all that the page shows of the run, as plain values for JSON: label, table of
-        facts, metrics by step, starts and saves, checkpoints, samples, options, and the messages of
-        damaged files. Reads config.yaml and goodput.json anew.
+        """Return all that the page shows of the run, as plain values for JSON: label, folder,
+        facts, series, history, checkpoints, samples (shortened), the first MOST_OPTIONS options,
+        messages of damaged files. Reads config.yaml, goodput.json and the list of checkpoints anew.
         """
         config = self._config()
         # files of a run are not trusted: there may be more in them than dolmen writes

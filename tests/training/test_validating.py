@@ -62,11 +62,11 @@ def test_what_was_before_the_first_step_outlives_a_loss_that_is_none(validator):
     made, measure = validator
     row, lines = measure(0, 2.0)
     assert row["val_loss"] == 2.0 and lines == ["step 0: validation loss 2.0000 on 64 tokens"]
-    assert made.kept.bits_per_byte == 2.0 * 64 / 256 / math.log(2)
+    assert made.last_finite.bits_per_byte == 2.0 * 64 / 256 / math.log(2)
     measure(3, math.nan)
-    assert math.isnan(made.last.loss) and made.kept.step == 0
+    assert math.isnan(made.last.loss) and made.last_finite.step == 0
     resumed = Validator(made.run, made.loader, SINGLE, made.out, made.watch)
-    resumed.begin(made.kept)
+    resumed.begin(made.last_finite)
     assert resumed.last.sources_before == BEFORE
     measure(6, 1.5)
-    assert made.kept is made.last and made.kept.sources_before == BEFORE
+    assert made.last_finite is made.last and made.last_finite.sources_before == BEFORE

@@ -174,9 +174,9 @@ class ExportPlan:
         return shares.share(entry, self.spec.params[entry.ours[0]])
 
     def places(self, name: str) -> list[TensorPlace]:
-        """Return the pipeline ranks that store a tensor, given by its canonical name, with its
-        names in their files: two for a tied embedding where pp > 1 (first and last stage), one per
-        ep rank for experts, else one.
+        """Return where a tensor, by canonical name, is stored: pipeline rank and names in its file.
+        A tied embedding where pp > 1: first and last stage; experts: a place per ep rank, with a
+        name per expert there, counted from 0; else one place.
         """
         parsed = names.canonical(name)
         assert parsed is not None

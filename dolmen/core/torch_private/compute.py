@@ -77,7 +77,9 @@ def multiply_integers(
 def _multiply_integers(
     x: Tensor, weight: Tensor, scale: Tensor, zeros: Tensor, zero_point: int
 ) -> Tensor:
-    """`multiply_integers` by torch's operator."""
+    """Return `multiply_integers` by torch's operator (onednn), in fp32: `x` is integers already,
+    with zero point `zero_point` and scale 1; `scale` and `zeros` are the weight's.
+    """
     return torch.ops.onednn.qlinear_pointwise.default(
         x, 1.0, zero_point, weight, scale, zeros, None, 1.0, 0, torch.float32, "none", [], ""
     )

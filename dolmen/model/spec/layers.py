@@ -129,8 +129,10 @@ class RouterSpec:
     """
 
     def params(self, experts: int, hidden: int) -> ParamSpecs:
-        """Return the specs of the router's weight [experts, hidden] and biases, replicated over tp.
-        Its output multiplies partial sums, so gradients are partial over tp.
+        """Return the specs of the router's weight [experts, hidden] and of its biases, if any:
+        "bias" for the choice (untrained, precise) and "logits.bias". All are replicated over tp.
+        The output multiplies partial sums, so gradients of the weight and "logits.bias" are partial
+        over tp.
         """
         shape = (experts, hidden)
         params = {

@@ -160,7 +160,7 @@ class LimitedConnection(H11Protocol):
 
     def _begin_head(self) -> None:
         """Start the timer that closes the connection if request line and headers are not complete
-        in time.
+        in time. For a connection where none runs: an earlier timer would not be cancelled.
         """
         self.head_timer = self.loop.call_later(self.head_time, self._close)
 

@@ -102,8 +102,9 @@ class Session:
             yield [item for item in items if isinstance(item, Delta)]
 
     def add_token(self, token: NewToken) -> None:
-        """Add a sampled token to its completion, unless that has ended at a stop string. A token
-        that reaches one cancels the sample in the engine.
+        """Add a sampled token to its completion and queue the delta, if any; a token of a finished
+        completion is ignored. A token that finishes it (for example at a stop string) cancels the
+        sample in the engine.
         """
         completion = self._completions_of(token.number)[token.sample]
         if completion.finish is not None:
