@@ -205,7 +205,7 @@ class CacheBatch:
     def layers(self) -> list["LayerBatch"] | list["DecodeLayer"]:
         """The batch with the pool of each layer of the model, in order."""
         pages = self.pages
-        if not isinstance(pages, Pages) or pages.width > 1 or pages.shared is not None:
+        if not isinstance(pages, Pages) or pages.width > 1:
             return [LayerBatch(self, pool) for pool in self.pools]
         # nothing to prefill, no padding, and pools that are allocated
         only = self.decodes == self.num_tokens == self.positions.shape[2]
@@ -367,7 +367,8 @@ class KVCache:
         decode_pages = self._decode_pages(decodes, device) if decodes else None
         if self.compile and isinstance(decode_pages, Pages):
             pools = [t for pool in self.pools for t in pool.kept]
-            for changing in (*slots, decode_pages.owner, decode_pages.back, *pools):
+            shared = [] if decode_pages.shared is None else [decode_pages.shared]
+            for changing in (*slots, decode_pages.owner, decode_pages.back, *shared, *pools):
                 compute.mark_dynamic(changing, 0)
         return CacheBatch(
             sequences=order,

@@ -112,6 +112,25 @@ def test_packed_weights_are_inputs_of_the_graph(dtype, graphs):
     assert changed == expected != found and len(graphs) == 1
 
 
+def test_samples_that_share_pages_are_compiled(graphs):
+    """As groups of rollouts do: of two prompts, one of a page and a part, three and two samples."""
+    model, found = decoder(WIDE), []
+    for compile in (True, False):
+        tokens: dict[tuple[int, int], list[int]] = {}
+        with Engine(model, compile=compile) as engine:
+            for i, (length, samples) in enumerate(((40, 3), (20, 2))):
+                prompt = [(7 * j + i) % VOCABULARY for j in range(length)]
+                params = SamplingParams(1.0, max_new_tokens=10 + 5 * i)
+                engine.add(Request(prompt, params, i, samples=samples))
+            while engine.busy:
+                for sequence in engine.step().finished:
+                    tokens[sequence.number, sequence.sample] = sequence.tokens
+        found.append(tokens)
+    assert found[0] == found[1]
+    # with shared pages, and, when the longer prompt's samples have finished, without
+    assert len(graphs) == 2
+
+
 @pytest.mark.spawn
 @pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
