@@ -162,18 +162,19 @@ def first_difference(
         if step not in recorded or step not in repeated:
             return f"step {step} has no receipt"
         a, b = recorded[step], repeated[step]
-        if a["receipt"] == b["receipt"]:
-            continue
         numbers = [name for name in ("loss", "grad_norm") if a[name] != b[name]]
         weights = [
             name
-            for name, parts in a["weights"].items()
-            if total(parts) != total(b["weights"].get(name, {}))
+            for name in a["weights"] | b["weights"]
+            if total(a["weights"].get(name, {})) != total(b["weights"].get(name, {}))
         ]
+        # equal receipts of other values: the recorded row was changed
+        if a["receipt"] == b["receipt"] and not numbers and not weights:
+            continue
         what = numbers[0] if numbers else None
         if weights:
             what = f"{what} and {weights[0]}" if what else weights[0]
-            mine, theirs = a["weights"][weights[0]], b["weights"].get(weights[0], {})
+            mine, theirs = (row["weights"].get(weights[0], {}) for row in (a, b))
             if mine.keys() == theirs.keys():
                 rank = next(rank for rank, part in mine.items() if part != theirs[rank])
                 what = f"{what}, first in the part of rank {rank},"

@@ -34,6 +34,7 @@ from dolmen.core.device import keep_freed_memory
 from dolmen.core.environment import Launch
 from dolmen.core.log import console
 from dolmen.core.messages import BadInput, Failed, as_bad_input, escape
+from dolmen.files.gate import Refused
 from dolmen.files.storage import StorageError
 from dolmen.launch import launcher, process, rendezvous
 from dolmen.launch.watchdog import Watch, network_limit
@@ -371,13 +372,14 @@ def _start(
 
 @contextmanager
 def explain_errors(out: Path) -> Iterator[None]:
-    """Context manager: raise errors that are no bug as BadInput (a damaged checkpoint, an unusable
-    folder) or Failed (a failed save or upload, a full disk, and, as final, a loss that is not
-    finite), with a message for the user. Other exceptions pass unchanged. `out`: the run's folder.
+    """Context manager: raise errors that are no bug as BadInput (a damaged checkpoint or file, an
+    unusable folder) or Failed (a failed save or upload, a full disk, and, as final, a loss that is
+    not finite), with a message for the user. Other exceptions pass unchanged. `out`: the run's
+    folder.
     """
     try:
         yield
-    except (Damaged, Unusable) as error:
+    except (Damaged, Refused, Unusable) as error:
         raise BadInput(str(error)) from None
     except (NotSaved, StorageError) as error:
         raise Failed(str(error)) from None

@@ -25,6 +25,7 @@ from dolmen.checkpoint.store import NotSaved
 from dolmen.core.determinism import NotDeterministic
 from dolmen.core.environment import Launch
 from dolmen.core.messages import BadInput, Failed, as_bad_input
+from dolmen.files.gate import Refused
 from dolmen.files.storage import StorageError
 from dolmen.training import ray_train
 from dolmen.training import worker as workers
@@ -160,6 +161,7 @@ def test_errors_have_types(material, tmp_path, launched, monkeypatch):
     [
         (Damaged("a shard"), BadInput, None),
         (Unusable("a folder"), BadInput, None),
+        (Refused("a receipt"), BadInput, None),
         (NotSaved("a step"), Failed, False),
         (StorageError("a bucket"), Failed, False),
         (FloatingPointError("a loss"), Failed, True),

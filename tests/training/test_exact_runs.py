@@ -390,7 +390,7 @@ def test_a_step_is_replayed(material, tmp_path, capsys):
     assert "dolmen export" not in printed and "written" not in printed
     assert (tmp_path / "receipts.jsonl").read_text() == before
     rows = receipt.read_receipts(tmp_path / "receipts.jsonl")
-    rows[4] |= {"receipt": "0", "loss": "0x1.0p+0"}
+    rows[4]["loss"] = "0x1.0p+0"  # and the receipt as it was
     (tmp_path / "receipts.jsonl").write_text(receipt.dump_receipts(rows))
     assert replay.replay(options, lambda work: work()) == 1
     assert "steps 4 to 5: loss differs first in step 5, of 0 weights" in capsys.readouterr().out
@@ -422,4 +422,4 @@ def test_a_damaged_receipt_reaches_no_terminal(material, tmp_path, monkeypatch, 
     (tmp_path / "receipts.jsonl").write_text(receipt.dump_receipts(rows))
     assert replay.replay(ReplayConfig(str(tmp_path), 5), lambda work: work()) == 1
     printed = capsys.readouterr().out
-    assert "differs first in step 5, of 1 weights" in printed and "\x1b[2J" not in printed
+    assert "differs first in step 5" in printed and "\x1b[2J" not in printed
