@@ -85,14 +85,17 @@ class RemoteFolder:
 
     def __init__(self, url: str):
         """Open the file system of the URL. Raises ValueError where fsspec does not know its scheme,
-        or needs a package that is not installed.
+        or needs a package that is not installed, and for a file URL with a relative path.
         """
         # 60 ms to import, and few runs need it
         from fsspec.core import url_to_fs
 
         self.url = url.rstrip("/")
         # of a local file system the folders must be made, and a rename is atomic
-        self._is_local = url.partition("://")[0] in LOCAL_SCHEMES
+        scheme, _, path = url.partition("://")
+        self._is_local = scheme in LOCAL_SCHEMES
+        if self._is_local and not path.startswith("/"):  # its copy would be that of any folder
+            raise ValueError(f"{url}: write the whole path of a local folder, {scheme}:///...")
         try:
             self._system, root = url_to_fs(url, **({"auto_mkdir": True} if self._is_local else {}))
         except ImportError as error:
@@ -103,7 +106,7 @@ class RemoteFolder:
 
     def files(self) -> dict[str, StoredFile]:
         """Return name -> size and time of all objects below the URL; empty if there are none.
-        Raises StorageError for a name that is no relative path.
+        Raises StorageError for a name that is no relative path, and without a size.
         """
 
         def find() -> dict[str, Any]:
@@ -119,7 +122,9 @@ class RemoteFolder:
             if path == self._root or info["type"] != "file" or name.endswith("/"):
                 continue
             _check_name(self.url, name)
-            files[name] = StoredFile(int(info["size"] or 0), _change_time(info))
+            if info["size"] is None:  # http: lists links, and 0 bytes would be downloaded
+                raise StorageError(f"{self.url} does not state how large {name} is: give a file")
+            files[name] = StoredFile(int(info["size"]), _change_time(info))
         return files
 
     def find(self, name: str) -> StoredFile | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from dolmen.checkpoint import folders
 from dolmen.checkpoint.remote import RemoteCheckpoints
+from dolmen.core.log import say
 from dolmen.core.messages import plural
 from dolmen.files import gate, storage
 from dolmen.files.storage import RemoteFolder, StorageError, StoredFile
@@ -100,9 +101,11 @@ def pull_run(url: str, out: Path) -> None:
     checkpoints = open_checkpoints(url, out)
     # ranks of a host wait: the first one downloads
     with storage.lock_file(storage.local_copy(url) / "run"):
-        complete = checkpoints.list_complete()
-        checkpoints.drop_others(is_copy=out == storage.working_folder(url))
+        complete, is_copy = checkpoints.list_complete(), out == storage.working_folder(url)
+        checkpoints.drop_others(is_copy)
         newest = max(folders.list_checkpoints(out / "checkpoints"), default=-1)
+        if newest >= 0 and is_copy and not complete:
+            say(f"WARNING: {url} has no checkpoint: resuming from step {newest} of its copy {out}")
         if max(complete, default=-1) > newest:
             _pull_files(url, out)
         for step in complete:

@@ -102,6 +102,16 @@ def test_the_initial_model_is_on_the_first_machine_alone(material, tmp_path, mac
     assert exported.code == 0, exported.err
 
 
+def test_a_copy_of_what_was_deleted_is_named(tmp_path, machine, capsys):
+    """A resume continues from it, as a failed upload of the first checkpoint leaves the same."""
+    url = f"file://{tmp_path}/bucket/run"
+    mirror.pull_run(url, storage.working_folder(url))
+    (storage.working_folder(url) / "checkpoints" / "step-00000002").mkdir(parents=True)
+    assert not capsys.readouterr().err
+    mirror.pull_run(url, storage.working_folder(url))
+    assert "has no checkpoint: resuming from step 2 of its copy" in capsys.readouterr().err
+
+
 def test_a_local_run_is_uploaded_too(material, tmp_path, machine):
     """With --checkpoint.to; its export has checksums, and its model can be opened by its URL."""
     url, out = f"file://{tmp_path}/bucket/run", tmp_path / "out"

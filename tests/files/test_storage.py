@@ -190,11 +190,20 @@ def test_names_that_lead_outside(system, monkeypatch, name):
         ("faulty://bucket/../x", r"without empty parts and '\.\.'"),
         ("faulty://bucket//x", "without empty parts"),
         ("faulty://bucket/none", "there is no such folder, or it is empty"),
+        ("file://runs/a", "file://runs/a: write the whole path of a local folder, file:///"),
     ],
 )
 def test_urls_that_cannot_be_used(url, reason):
     with pytest.raises(ValueError, match=reason):
         storage.pull_folder(url)
+
+
+def test_a_listing_without_sizes_is_refused(system, monkeypatch):
+    """As that of links on a page of http, of which each would be downloaded as empty."""
+    info = {"type": "file", "size": None}
+    monkeypatch.setattr(Faulty, "find", lambda *a, **k: {"/bucket/model/x": info})
+    with pytest.raises(StorageError, match=f"{URL} does not state how large x is: give a file"):
+        storage.pull_folder(URL)
 
 
 def test_two_processes_download_once(folder):
