@@ -6,6 +6,7 @@ A module of its own, as it imports YAML, which `dolmen train --help` does not wa
 """
 
 import glob
+import re
 import shlex
 import shutil
 import subprocess
@@ -57,12 +58,20 @@ def run_launch(job: Job) -> int:
 
 
 def _check_layout(job: Job, run: RunConfig) -> None:
-    """Raise ValueError where the layout does not fit the processes of the job."""
+    """Raise ValueError where the layout does not fit the processes of the job, or its dp the batch,
+    and for exact numerics on GPUs.
+    """
+    if run.train.numerics == "exact" and run.train.device != "cpu":
+        raise ValueError(
+            f"{job.run} has train.numerics exact, which needs CPUs, and train.device "
+            f"{run.train.device}, for which the job has GPUs: set train.device cpu"
+        )
     try:
-        run.layout.resolve(job.nodes * job.nproc_per_node)
+        layout = run.layout.resolve(job.nodes * job.nproc_per_node)
+        layout.check_batch(run.train.global_batch_size, run.train.microbatch_size or 1)
     except ValueError as error:
-        # the layout is in the file: this command has no options for it
-        reason = str(error).replace("--layout.", "layout.")
+        # these options are in the file: this command has none of them
+        reason = re.sub(r"--(?=layout\.|train\.)", "", str(error))
         raise ValueError(
             f"{job.run} with --nodes {job.nodes} and --nproc-per-node {job.nproc_per_node}: "
             f"{reason}"
@@ -78,9 +87,11 @@ PATHS = (
 
 
 def _check_paths(job: KubeflowConfig | SkypilotConfig, run: RunConfig) -> None:
-    """Raise ValueError for a relative path in the run, or as --out: nodes of the cluster lack the
-    folder that it is relative to.
+    """Raise ValueError for a path in the run, or as --out, that nodes of the cluster lack: a
+    relative one, and a URL of this machine; and for an --out outside the volume that the job
+    mounts, which ends with the node.
     """
+    mounts = job.volume is not None or isinstance(job, KubeflowConfig) and not is_url(job.out or "")
     options = flatten(to_dict(run))
     named = {name: options[name] for name in PATHS if options.get(name)} | {"--out": job.out}
     for name, value in named.items():
@@ -88,6 +99,14 @@ def _check_paths(job: KubeflowConfig | SkypilotConfig, run: RunConfig) -> None:
             path = parse_weight(entry, name)[0]
             is_local = Path(path).exists() or glob.has_magic(path) or not may_be_hub_id(path)
             known = (STANDARD_LIBRARY, *(["bpe:"] if name == "data.tokenizer" else []))
+            if path.startswith(("file://", "local://", "memory://")):
+                raise ValueError(f"{name} is {entry}, which is on one machine: give another URL")
+            is_kept = not path.startswith("/") or Path(path).is_relative_to(job.mount)
+            if name == "--out" and mounts and not is_kept:
+                raise ValueError(
+                    f"--out is {entry}, outside the job's volume: give a path below --mount "
+                    f"({job.mount}), or a URL"
+                )
             if is_url(path) or path.startswith(("/", "~", *known)):
                 continue
             if is_local or name == "--out":

@@ -302,7 +302,10 @@ def _synopsis(option: Option) -> list[str]:
     """
     if option.switch:
         return [f"  --{option.name}, --{option.off}"]
-    form = f"--{option.name} {_metavar(option.hint)}"
+    value = _metavar(option.hint)
+    # one word at each time
+    value = value.strip("[]").replace(" ...", "") if Mark.REPEATED in option.marks else value
+    form = f"--{option.name} {value}"
     return wrap(form, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 

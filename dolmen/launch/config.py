@@ -49,8 +49,15 @@ class SlurmConfig(JobConfig):
     """More options of sbatch, such as time=24:00:00 partition=gpu."""
 
     def __post_init__(self):
-        """Raise ValueError for an entry of `sbatch` that is not written as name or name=value."""
+        """Raise ValueError for an entry of `sbatch` that is not written as name or name=value, or
+        that says how many nodes or tasks there are.
+        """
         for option in self.sbatch:
+            if option.partition("=")[0] in ("nodes", "ntasks", "ntasks-per-node"):
+                raise ValueError(
+                    f"--sbatch has {option}, but torchrun is told --nodes ({self.nodes}), and "
+                    "starts the processes of a node itself: set --nodes and --nproc-per-node"
+                )
             if not SBATCH.fullmatch(option):
                 raise ValueError(
                     f"--sbatch has {option[:40]!r}: write options of sbatch without dashes, such "

@@ -14,6 +14,7 @@ As a program it is the store of torchrun's agents, in a process of its own: an a
 cannot be lost (docs/how-to/elastic.md).
 """
 
+import argparse
 import signal
 import sys
 import time
@@ -84,16 +85,22 @@ def register() -> str:
 
 def serve(port: int) -> None:
     """Print the port and serve a rendezvous store (torch's TCPStore) on `port` (0: any free one)
-    until this process is killed. Started as `python -m dolmen.launch.rendezvous PORT`.
+    until this process is killed. Started as `python -m dolmen.launch.rendezvous PORT`. Exits with a
+    message where the port is in use.
     """
     # documented as torch.distributed's, where it is imported without being listed
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    try:
+        store = TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        sys.exit(f"no rendezvous store on port {port}: {str(error).splitlines()[0]}")
     print(f"rendezvous store on port {store.port}", flush=True)
     while True:
         signal.pause()
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Serve the rendezvous store of torchrun.")
+    parser.add_argument("port", type=int, help="TCP port; 0: any free one, which is printed")
+    serve(parser.parse_args().port)

@@ -182,6 +182,30 @@ class Layout:
                 "layout.reduction fixed needs scattered gradients, but layout.zero is 0: set "
                 "--layout.zero 1"
             )
+        self.check_batch(global_batch_size, microbatch_size)
+        # 2 x cp: zigzag gives each rank an early and a late piece, so that causal work is equal
+        if self.cp > 1 and sequence_length % (2 * self.cp):
+            raise ValueError(
+                f"context parallelism splits a sequence of {sequence_length} tokens into 2 x cp "
+                f"({2 * self.cp}) equal parts: set --train.sequence-length to a multiple, such as "
+                f"{-(-sequence_length // (2 * self.cp)) * 2 * self.cp}"
+            )
+        # tokens of a microbatch on a cp rank, which tp ranks share
+        tokens = microbatch_size * sequence_length // self.cp
+        if self.sequence_parallel and tokens % self.tp:
+            raise ValueError(
+                f"sequence parallelism splits the {microbatch_size} x "
+                f"{sequence_length // self.cp} tokens of a microbatch over tp ({self.tp}), by "
+                "which they are not divisible: set --train.sequence-length to a multiple of "
+                f"{self.tp * self.cp}, or leave --layout.sequence-parallel off"
+            )
+        self.make_schedule(global_batch_size, microbatch_size)
+
+    def check_batch(self, global_batch_size: int, microbatch_size: int) -> None:
+        """Raise ValueError if a step's sequences cannot be divided into equally many microbatches
+        per dp rank.
+        """
+        dp = self.dp or 1
         if global_batch_size % dp:
             below = global_batch_size // dp * dp
             batches = " or ".join(str(size) for size in (below, below + dp) if size)
@@ -200,23 +224,6 @@ class Layout:
                 f"{divisor(rank_batch, near=microbatch_size)}"
                 + (f", or use {near}" if (near := self._near_worlds(microbatches)) else "")
             )
-        # 2 x cp: zigzag gives each rank an early and a late piece, so that causal work is equal
-        if self.cp > 1 and sequence_length % (2 * self.cp):
-            raise ValueError(
-                f"context parallelism splits a sequence of {sequence_length} tokens into 2 x cp "
-                f"({2 * self.cp}) equal parts: set --train.sequence-length to a multiple, such as "
-                f"{-(-sequence_length // (2 * self.cp)) * 2 * self.cp}"
-            )
-        # tokens of a microbatch on a cp rank, which tp ranks share
-        tokens = microbatch_size * sequence_length // self.cp
-        if self.sequence_parallel and tokens % self.tp:
-            raise ValueError(
-                f"sequence parallelism splits the {microbatch_size} x "
-                f"{sequence_length // self.cp} tokens of a microbatch over tp ({self.tp}), by "
-                "which they are not divisible: set --train.sequence-length to a multiple of "
-                f"{self.tp * self.cp}, or leave --layout.sequence-parallel off"
-            )
-        self.make_schedule(global_batch_size, microbatch_size)
 
     def _near_worlds(self, parts: int) -> str:
         """Return the nearest numbers of processes below and above this layout's, with their dp, for

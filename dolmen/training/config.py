@@ -59,7 +59,7 @@ class CheckpointConfig:
         if self.snapshot_every and self.to is not None:
             raise ValueError(
                 f"checkpoint.snapshot-every ({self.snapshot_every}) needs a folder that all hosts "
-                "share, and checkpoint.to is set: leave one of them out"
+                "share, and the run's is a URL (--out or checkpoint.to): leave one of them out"
             )
 
 

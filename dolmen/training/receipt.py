@@ -79,12 +79,14 @@ def dump_receipts(rows: Iterable[Mapping[str, Any]]) -> str:
 
 def read_receipts(file: Path) -> list[dict[str, Any]]:
     """Return the rows of a receipts.jsonl; [] where the file does not exist. A damaged last line,
-    which a crash may have cut, is left out. Raises RefusedLine for any other damaged line.
+    which a crash may have cut, is left out. Raises RefusedLine for any other damaged line, and
+    Refused for what is no regular file.
     """
     rows: list[dict[str, Any]] = []
     if not file.exists():
         return rows
-    lines = sum(1 for _ in file.open("rb"))
+    with gate.open_file(file) as stream:
+        lines = sum(1 for _ in stream)
     try:
         rows.extend(row for _, row in gate.read_json_lines(file, kinds.RECEIPT_ROW))
     except gate.RefusedLine:

@@ -166,6 +166,11 @@ def _start_processes(request: TrainRequest, guarded: Guard) -> int:
     no restarts are requested, else in workers that it starts and waits for, or as a job of Ray;
     then finish the run. Return the exit code. Raises BadInput.
     """
+    if request.handling.spares:
+        raise BadInput(
+            "--spares is for processes that torchrun has started, which may be more than the "
+            "layout takes: leave it out, or start the run by torchrun"
+        )
     processes = count_processes(request.config, request.handling.nproc)
     if request.handling.launch == "ray":
         return ray_train.run(request, processes, _join_and_finish)

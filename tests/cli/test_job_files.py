@@ -32,6 +32,8 @@ def file(tmp_path, monkeypatch):
     two = {"data": {"path": ["0.5:texts/*.txt"]}, "layout": {"dp": 2}}
     (tmp_path / "two.yaml").write_text(yaml.safe_dump(RUN | two))
     (tmp_path / "init.yaml").write_text(yaml.safe_dump(RUN | {"init": "models"}))
+    exact = {"train": {"numerics": "exact"}, "layout": {"reduction": "fixed"}}
+    (tmp_path / "exact.yaml").write_text(yaml.safe_dump(RUN | exact))
     return tmp_path / "run.yaml"
 
 
@@ -167,6 +169,17 @@ def test_processes_of_a_cpu_ask_for_no_gpu(file):
         (("kubeflow", "run.yaml", "--image", "x", "--out", "x"), "--out is x, relative to"),
         (("slurm", "run.yaml", "--sbatch", "a=b\n#SBATCH --x"), "write options of sbatch without"),
         (("slurm", "run.yaml", "--sbatch", "--x"), "sbatch"),
+        (("slurm", "run.yaml", "--sbatch", "nodes=4"), "torchrun is told --nodes"),
+        (
+            ("slurm", "run.yaml", "--nodes", 5, "--nproc-per-node", 2),
+            "train.global-batch-size (8) is not divisible by dp (5): set train.global-batch-size",
+        ),
+        (("slurm", "exact.yaml"), "exact, which needs CPUs, and train.device auto"),
+        (
+            ("kubeflow", "run.yaml", "--image", "x", "--out", "/other/run"),
+            "--out is /other/run, outside the job's volume: give a path below --mount (/shared)",
+        ),
+        (("skypilot", "run.yaml", "--out", "memory://x"), "which is on one machine"),
         (("slurm", "run.yaml", "--file", "run.yaml"), "--file run.yaml exists: give another name"),
         (("kubeflow", "run.yaml"), "missing --image"),
         (("kubeflow", "run.yaml", "--image", "x", "--volume", "A_b"), "--volume is 'A_b': it must"),

@@ -2,6 +2,7 @@
 stopped, and resumed on two ranks, with the bits of one that never stopped.
 """
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from dolmen.core.config import to_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.core.state import local_view
 from dolmen.files import storage
+from dolmen.files.gate import Refused
 from dolmen.model.layout import Layout
 from dolmen.model.spec import LayerRun
 from dolmen.ops import invariant
@@ -25,7 +27,7 @@ from dolmen.planning import dryrun
 from dolmen.planning.config import DryrunConfig, DryrunRequest
 from dolmen.training import loop, receipt, replay, self_test
 from dolmen.training.checks.exact import check_components, check_exact
-from dolmen.training.checks.folder import check_same_limit
+from dolmen.training.checks.folder import check_resume, check_same_limit
 from dolmen.training.config import RunConfig
 from dolmen.training.folder import Unusable
 from dolmen.training.request import ReplayConfig
@@ -407,6 +409,22 @@ def test_a_step_of_a_run_at_a_url_is_replayed(material, tmp_path, monkeypatch):
         for file in (out / "checkpoints").rglob("*.distcp"):
             file.unlink()
         assert replay.replay(ReplayConfig(folder, 5), lambda work: work()) == 0
+
+
+def test_no_other_receipts_are_overwritten(material, tmp_path):
+    """A user's file of that name, a damaged one and a pipe, before anything is written."""
+    run, file = config(material), tmp_path / "receipts.jsonl"
+    file.write_text("my shop receipts\n")
+    with pytest.raises(Unusable, match="receipts.jsonl, which dolmen did not write"):
+        check_resume(run, tmp_path)
+    (tmp_path / ".dolmen").write_text("receipts.jsonl\n")
+    file.write_text("damaged\n{}\n")
+    with pytest.raises(Refused, match="receipts.jsonl, line 1"):
+        check_resume(run, tmp_path)
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(Refused, match="receipts.jsonl is not a regular file"):
+        receipt.read_receipts(file)  # it would wait for ever
 
 
 def test_a_damaged_receipt_reaches_no_terminal(material, tmp_path, monkeypatch, capsys):

@@ -21,6 +21,7 @@ from dolmen.optim.config import OptimizerConfig
 from dolmen.rl.rewards import is_reward_model, parse_rewards
 from dolmen.training import folder, metrics, mirror
 from dolmen.training.config import RunConfig
+from dolmen.training.receipt import RECEIPTS, read_receipts
 
 
 def check_overwrite(
@@ -74,9 +75,12 @@ def check_resume(run: RunConfig, out: Path) -> None:
             *["calibration.png"] * (run.objective.name == "reward"),
             *["samples.jsonl"] * (run.evaluate.samples is not None),
             *["reference"] * run.objective.needs_reference,
+            *[RECEIPTS] * (run.train.numerics == "exact"),
         )
-    # raises Refused where the path is a folder, say
+    # these raise Refused where the path is a folder, say
     metrics.read_metrics(out / "metrics.jsonl")
+    if run.train.numerics == "exact":
+        read_receipts(out / RECEIPTS)
     to = run.checkpoint.to
     remote = None if to is None else mirror.open_checkpoints(to, out)
     saved = Checkpoints(out / "checkpoints", SINGLE, keep=0, remote=remote)
