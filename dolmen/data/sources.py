@@ -300,7 +300,8 @@ def stored_files(entry: str, option: str) -> EntryFiles:
         named = {last: stored}
         # tokens, whose lengths are in another file
         names = [last, last.removesuffix(BIN) + IDX] if last.endswith(BIN) else [last]
-        if not readable_names(names, names) and not looks_like_text(RemoteFile(entry, stored)):
+        file = RemoteFile(entry, stored)
+        if not readable_names(names, names) and (form(file) is None or not looks_like_text(file)):
             raise ValueError(f"{option} {entry} is not UTF-8 text; {SUPPORTED}")
     else:
         folder = folder if is_glob else entry.rstrip("/")

@@ -18,7 +18,7 @@ import re
 from pathlib import Path
 
 from dolmen.checkpoint import folders
-from dolmen.checkpoint.remote import RemoteCheckpoints
+from dolmen.checkpoint.remote import WRITERS, RemoteCheckpoints
 from dolmen.core.log import say
 from dolmen.core.messages import plural
 from dolmen.files import gate, storage
@@ -58,6 +58,7 @@ def check_url(url: str, resume: bool, overwrite: bool) -> None:
     then, or the storage cannot be used. Raises StorageError where it does not answer.
     """
     files = RemoteFolder(url).files()
+    files.pop(f"checkpoints/{WRITERS}", None)  # of a run that failed before it wrote anything else
     if files and overwrite:
         raise Unusable(
             f"--overwrite deletes no objects: delete {url} yourself, or give another --out or "

@@ -24,6 +24,7 @@ from dolmen.evaluation.config import DuringConfig
 from dolmen.files import storage, write
 from dolmen.model.layout import Layout
 from dolmen.optim.optimizer import DTYPES
+from dolmen.rl.rollout import FOLDER as ROLLOUTS
 from dolmen.training import worker
 from dolmen.training.config import FinishConfig, LogConfig, RunConfig
 from dolmen.training.folder import claim
@@ -43,6 +44,7 @@ def replay(options: ReplayConfig, guarded: Guard) -> int:
     other bits, or a layout that exact numerics do not cover.
     """
     with as_bad_input(ValueError, OSError):
+        options = replace(options, folder=options.folder.rstrip("/"))
         run = pull_inputs(options.folder)
         config = read_run(run / "config.yaml")
         recorded = {row["step"]: row for row in read_receipts(run / RECEIPTS)}
@@ -56,6 +58,9 @@ def replay(options: ReplayConfig, guarded: Guard) -> int:
             rows = [row for step, row in recorded.items() if step <= before]
             write.replace(out / RECEIPTS, dump_receipts(rows))
             claim(out, "checkpoints", RECEIPTS)
+            if (run / ROLLOUTS).is_dir():  # steps of an iteration learn from what it has sampled
+                shutil.copytree(run / ROLLOUTS, out / ROLLOUTS)  # rows are appended to one
+                claim(out, ROLLOUTS)
         handling = LaunchOptions(out=str(out), resume=before > 0)
         code = worker.run(TrainRequest(config, handling, stop_after=options.step), guarded)
         if code:
@@ -95,12 +100,14 @@ def check(config: RunConfig, recorded: Mapping[int, Receipt], options: ReplayCon
 
 
 def pull_inputs(name: str) -> Path:
-    """Return the local folder of the run `name`. For a URL: download the run's config.yaml and
-    receipts.jsonl, and return the folder of these copies. Raises ValueError or StorageError.
+    """Return the local folder of the run `name`. For a URL: download the run's config.yaml,
+    receipts.jsonl and rollouts, and return the folder of these copies. Raises ValueError or
+    StorageError.
     """
     if not is_url(name):
         return Path(name)
-    storage.pull_files(name, {"config.yaml", RECEIPTS}.intersection)
+    inputs = {"config.yaml", RECEIPTS}
+    storage.pull_files(name, lambda names: [n for n in names if n in inputs or ROLLOUTS + "/" in n])
     return storage.local_copy(name)
 
 

@@ -113,9 +113,9 @@ SPARE_PATIENCE = 120.0  # seconds without a store after which a spare gives up
 def wait_as_spare(out: Path, started: Launch, size: int) -> Outcome:
     """Wait, in a process that does not train, until the run of the first `size` processes has
     written its new summary.json in `out`, and return the outcome in it. A restart by the launcher
-    ends this process. If rank 0's rendezvous store has not answered for two minutes, the run had
-    ended before this process started: return the outcome in the older summary.json; without one,
-    raises Failed.
+    ends this process. If rank 0's rendezvous store has never answered in two minutes, the run had
+    ended before this process started: return the outcome in the older summary.json. Raises Failed
+    without one, and if the store has answered and is gone.
     """
     print(
         f"rank {started.rank} of {started.world_size} waits as a spare: {size} processes train",
@@ -123,13 +123,13 @@ def wait_as_spare(out: Path, started: Launch, size: int) -> Outcome:
     )
     file = out / "summary.json"
     before = file.stat().st_mtime_ns if file.exists() else None
-    seen = time.monotonic()
+    seen, answered = time.monotonic(), False
     while not file.exists() or file.stat().st_mtime_ns == before:
         time.sleep(0.5)
         if process.store_answers():
-            seen = time.monotonic()
+            seen, answered = time.monotonic(), True
         elif time.monotonic() - seen > SPARE_PATIENCE:
-            if file.exists():
+            if file.exists() and not answered:
                 break
             raise Failed(f"rank {started.rank} waited as a spare, and the store of rank 0 is gone")
     return read_summary(out)

@@ -46,6 +46,8 @@ def alone(q, k, v, attend):
     """The last query [heads, size] of one text, whose pages are shuffled; asked by itself."""
     *pools, pages = laid([(k, v)])
     order = pages.back[:, 0].argsort(descending=True)[: -(-len(k) // SIZE)]
+    for pool in pools:  # what an earlier sequence has left behind the last token
+        pool[order[-1], :, len(k) - SIZE * (len(order) - 1) :] = torch.nan
     return decode.attend_pages(q[None], *pools, attend, decode.Alone(order, len(k)))[0]
 
 

@@ -125,6 +125,10 @@ def test_processes_that_dp_cannot_use_wait_as_spares(material, tmp_path, launche
     monkeypatch.setattr(workers, "SPARE_PATIENCE", 0.0)
     # the run had ended before the spare started
     assert dolmen.worker(str(material.file), spares=True, **options) == done
+    answers = iter((True, *(False,) * 9))
+    with monkeypatch.context() as patch, pytest.raises(dolmen.Failed, match="waited as a spare"):
+        patch.setattr(workers.process, "store_answers", lambda: next(answers))
+        dolmen.worker(str(material.file), spares=True, **options)
     (out / "summary.json").unlink()
     with pytest.raises(dolmen.Failed, match="rank 2 waited as a spare"):
         dolmen.worker(str(material.file), spares=True, **options)

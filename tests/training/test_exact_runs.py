@@ -423,7 +423,7 @@ def test_no_other_receipts_are_overwritten(material, tmp_path):
         check_resume(run, tmp_path)
     file.unlink()
     os.mkfifo(file)
-    with pytest.raises(Refused, match="receipts.jsonl is not a regular file"):
+    with pytest.raises(Refused, match="receipts.jsonl: is not a regular file"):
         receipt.read_receipts(file)  # it would wait for ever
 
 

@@ -185,6 +185,8 @@ def _one_sequence(
     first = seen // page
     pages = text.from_page(first)
     keys, values = (pool[pages].transpose(0, 1).flatten(1, 2) for pool in (k, v))
+    # an earlier sequence may have left NaN behind the last token, and 0 times it is NaN
+    values[:, text.length - first * page :] = 0
     products = torch.bmm(rows[0], keys.transpose(1, 2))
     distances, hidden = text.distances_and_hidden(
         first * page, keys.shape[1], attend.window, rows.device

@@ -21,6 +21,7 @@ from dolmen.model.spec import (
     RopeSpec,
     SequentialResidual,
 )
+from dolmen.rl.rewards import is_reward_model, parse_rewards
 from dolmen.training.config import RunConfig
 
 FAST = "or set --train.numerics fast"
@@ -39,6 +40,7 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "rollout.beta": (0.0,),
     "rollout.reward_kl_coef": (0.0,),
     "rollout.weights": ("stated",),
+    "rollout.compile": (False,),
     "adapter.rank": (None,),
     "layout.cp": (1,),
     "layout.ep": (1,),
@@ -95,6 +97,13 @@ def _check_options(config: RunConfig) -> None:
                 f"{option} is {value}, and train.numerics exact covers "
                 f"{' or '.join(map(str, allowed))} alone: set --{switch}, {FAST}"
             )
+    models = [name for _, name in parse_rewards(config.reward) if is_reward_model(name)]
+    if config.objective.uses_rollouts and models:
+        raise ValueError(
+            f"reward {models[0]} is a model, whose scores depend on the layout in their last bits, "
+            "and train.numerics exact covers rules and functions alone: set another --reward, "
+            f"{FAST}"
+        )
     if config.layout.world > 1 and config.layout.reduction != "fixed":
         raise ValueError(
             "train.numerics exact adds sums of processes in order, and layout.reduction is "
@@ -137,6 +146,11 @@ def _check_model_sizes(config: RunConfig) -> None:
             f"layout.tp ({tp}) does not divide train.exact.tp ({limit}): set --layout.tp "
             f"{divisor(limit, near=tp)} or a larger --train.exact.tp, which gives other bits, "
             f"{FAST}"
+        )
+    if config.objective.uses_rollouts and limit % (config.rollout.tp or 1):
+        raise ValueError(
+            f"rollout.tp ({config.rollout.tp}) does not divide train.exact.tp ({limit}): set "
+            f"--rollout.tp {divisor(limit, near=config.rollout.tp or 1)}, {FAST}"
         )
     sizes = {"hidden_size": spec.hidden_size}
     for block in spec.blocks:
