@@ -54,6 +54,7 @@ PRELOAD = [
 ]
 ALONE = timedelta(minutes=2)  # a rank whose peer has failed waits so long in a collective
 TIME_LIMIT = 600  # seconds: a rank that waits for ever is a failure, with a name
+PER_ROW = 20  # more seconds for each row of a spawn, of which the full tier has over a hundred
 
 
 @dataclass(frozen=True)
@@ -167,14 +168,15 @@ def run_spawned(world, fn, *args):
         ]
         for p in processes:
             p.start()
-        end = time.monotonic() + TIME_LIMIT
+        limit = TIME_LIMIT + (PER_ROW * len(args[0]) if fn is _call else 0)
+        end = time.monotonic() + limit
         while queue.empty() and any(p.is_alive() for p in processes):
             time.sleep(0.02)
             if time.monotonic() > end:
                 for p in processes:
                     p.kill()
                 raise AssertionError(
-                    f"{fn.__name__} on {world} processes gave no result in {TIME_LIMIT} s"
+                    f"{fn.__name__} on {world} processes gave no result in {limit} s"
                 )
         who, result = ("all ranks", "ended without a result") if queue.empty() else queue.get()
         if who != "ok":
