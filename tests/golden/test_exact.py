@@ -333,7 +333,7 @@ def test_documents_of_other_sequences_change_nothing(exact_attention):
     model, length = build(MASKED, SINGLE), 200
     initialize(model, SEED)
     for block in model.layers.values():
-        block.attn.scores.exact = exact_attention
+        block.attn.scores.exact = Exact(1, length) if exact_attention else None
     seeded = torch.Generator().manual_seed(SEED)
     tokens = torch.randint(VOCABULARY, (3, length), generator=seeded)
     ends = torch.where(torch.arange(3)[:, None] == 1, 1, tokens % 90)
