@@ -86,5 +86,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """With what `__getattr__` finds."""
+    """Return the names of the module, those that `__getattr__` imports included."""
     return sorted({*globals(), *__all__})

@@ -101,8 +101,8 @@ def _check_paths(job: KubeflowConfig | SkypilotConfig, run: RunConfig) -> None:
             known = (STANDARD_LIBRARY, *(["bpe:"] if name == "data.tokenizer" else []))
             if path.startswith(("file://", "local://", "memory://")):
                 raise ValueError(f"{name} is {entry}, which is on one machine: give another URL")
-            is_kept = not path.startswith("/") or Path(path).is_relative_to(job.mount)
-            if name == "--out" and mounts and not is_kept:
+            outside = path.startswith("/") and not Path(path).is_relative_to(job.mount)
+            if name == "--out" and mounts and outside:
                 raise ValueError(
                     f"--out is {entry}, outside the job's volume: give a path below --mount "
                     f"({job.mount}), or a URL"

@@ -41,7 +41,7 @@ class AdapterConfig:
     experts in eight bits with a scale per output, a quarter of the memory.
     """
     scaling: Literal["rank", "root"] = "rank"
-    """What alpha is divided by. root: the square root of the rank (rsLoRA, PEFT's use_rslora), so
+    """Divisor of alpha. rank: the rank; root: its square root (rsLoRA, PEFT's use_rslora), so
     that adapters of high rank do not learn more slowly.
     """
     kind: Literal["lora", "dora"] = "lora"

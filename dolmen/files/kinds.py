@@ -398,8 +398,8 @@ PROMPT_ROWS = {
     "query": typed_dict({"query": str}, NAMED),
     "messages": typed_dict({"messages": MESSAGES}, NAMED),
 }
-# What a client of a server says, which its protocol compares further (serving/http/protocol.py);
-# and with what a function was called that it tells of.
+# The body of a client's request, which serving/http/protocol.py checks further; and the arguments
+# of a function call in one of its messages.
 REQUEST_BODY = Kind(dict[str, Any], depth=64)
 ARGUMENTS = Kind(dict[str, Any], depth=64)
 # Journal of an unfinished output (serving/output_file.py): the options, then rows that wait.

@@ -66,6 +66,9 @@ class RemoteStream(io.RawIOBase):
     """Raw stream of the object `name`, of `size` bytes, in a folder."""
 
     def __init__(self, remote: RemoteFolder, name: str, size: int):
+        """Read the object `name` of the folder `remote` from its beginning; nothing is requested
+        before the first read.
+        """
         self._remote, self._name, self._size = remote, name, size
         self._position = 0
         self._blocks: dict[int, Future[bytes]] = {}  # by their number in the object

@@ -180,8 +180,8 @@ class LayerInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleContext:
-    """What a module is built with besides its spec and parameters: layer number, split, training
-    options.
+    """Layer number, split and training options that a module is built with, besides its spec and
+    parameters.
     """
 
     layer: int

@@ -120,7 +120,7 @@ class ModelHead:
         self, per_token: Float[Tensor, "sequences here"]
     ) -> Float[Tensor, "sequences length"]:
         """Gather a value per token over cp, for all tokens of each sequence, in order. All cp ranks
-        get the same values, so a loss computed from them must be scaled by `shared`.
+        get the same values, so a loss computed from them must be scaled by `divide_over_cp`.
         """
         axis = self.split.cp.axis
         if axis.size == 1:
@@ -132,7 +132,7 @@ class ModelHead:
         spread = per_token.new_zeros(len(per_token), length).index_copy(1, places, per_token)
         return collectives.copy(collectives.all_reduce_(spread, axis), axis)
 
-    def shared(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
+    def divide_over_cp(self, total: Float[Tensor, ""]) -> Float[Tensor, ""]:
         """Return total / cp, this rank's share of a loss that every cp rank computes identically:
         the ranks' losses are summed later.
         """

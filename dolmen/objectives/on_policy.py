@@ -112,9 +112,10 @@ class GRPOLoss:
         size = valid.sum() if self.kind in BY_TOKENS else len(valid)
         exact = head.split.kernels.exact is not None
         metrics = tuple(
-            head.shared(metric) for metric in self._row_metrics(loss, new.detach(), batch, exact)
+            head.divide_over_cp(metric)
+            for metric in self._row_metrics(loss, new.detach(), batch, exact)
         )
-        total = head.shared(mean * size)
+        total = head.divide_over_cp(mean * size)
         if exact:
             losses = [
                 loss(row, slice(i, i + 1), valid[i : i + 1])[0]

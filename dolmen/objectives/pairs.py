@@ -144,8 +144,8 @@ class PairIndex(CompletionIndex):
 
     def _sums(self, losses: Tensor, metrics: list[Tensor], head: ModelHead) -> LossOutput:
         """Return the sums of losses and metrics over pairs, padding left out, times 1 / cp."""
-        sums = tuple(head.shared(self.total(metric)) for metric in metrics)
-        return LossOutput(head.shared(self.total(losses)), sums)
+        sums = tuple(head.divide_over_cp(self.total(metric)) for metric in metrics)
+        return LossOutput(head.divide_over_cp(self.total(losses)), sums)
 
     def total(self, per_pair: Float[Tensor, "rows documents"]) -> Float[Tensor, ""]:
         """Return the sum of a value per pair over all real pairs; padding, which may be NaN, is

@@ -134,5 +134,8 @@ class CalibratedRewardLoss(PairwiseRewardLoss):
         # of each bin, the pairs that are also ranked correctly
         indicators += [value * (margins > 0) for value in indicators]
         return output._replace(
-            metrics=(*output.metrics, *(head.shared(index.total(value)) for value in indicators))
+            metrics=(
+                *output.metrics,
+                *(head.divide_over_cp(index.total(value)) for value in indicators),
+            )
         )

@@ -235,6 +235,7 @@ class SequenceGradients:
     def __init__(
         self, sequences: int, weight: Float[Tensor, "rows hidden"], exact: Exact, block: int
     ):
+        """Prepare sums over this many `sequences`; `block` rows of `weight` are a leaf."""
         self.exact, self.block, self.blocks = exact, block, weight.split(block)
         self.weights, self.biases = Tree(sequences), Tree(sequences)
 

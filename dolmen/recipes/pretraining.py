@@ -245,7 +245,7 @@ LLAMAS = {
 }
 
 
-def as_recipe(name: str, published: Published) -> Callable[[], RunConfig]:
+def make_recipe(name: str, published: Published) -> Callable[[], RunConfig]:
     """Return the recipe `name` of a published model: a function without arguments that returns the
     configuration of the run that pretrains it (`large`). Its docstring is `published.about`.
     """
@@ -258,7 +258,7 @@ def as_recipe(name: str, published: Published) -> Callable[[], RunConfig]:
     return recipe
 
 
-PRETRAINING = {name: as_recipe(name, row) for name, row in {**LLAMAS, **GPTS}.items()}
+PRETRAINING = {name: make_recipe(name, row) for name, row in {**LLAMAS, **GPTS}.items()}
 """Recipes of published models."""
 
 

@@ -161,11 +161,11 @@ class RolloutBatches:
             if rollout is None or now == first_step:
                 rollout = self._load_or_make(first_step)
             order = self._order(now - first_step, first_step)
-            yield now, self._batch(rollout, order[rank * rows : (rank + 1) * rows])
+            yield now, self._make_batch(rollout, order[rank * rows : (rank + 1) * rows])
 
-    def _batch(self, rollout: Rollout, rows: slice | Int64[Tensor, " rows"]) -> Batch:
-        """Return rows of the rollout as a training batch. With exact numerics without documents:
-        the generator has none, and no label sees the padding, which is last.
+    def _make_batch(self, rollout: Rollout, rows: slice | Int64[Tensor, " rows"]) -> Batch:
+        """Return rows of the rollout as a training batch. With exact numerics it has no documents:
+        the generator has none, and the padding is last, so that no label sees it.
         """
         batch = rollout.batch(rows)
         return replace(batch, documents=None) if self._exact else batch
@@ -449,7 +449,7 @@ class RolloutBatches:
 
         self.setup.offloader.use_weights(model)
         return compute_over_rows(
-            partial(self._batch, rollout),
+            partial(self._make_batch, rollout),
             compute_batch,
             self.completions,
             self.batch_size,

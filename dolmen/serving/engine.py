@@ -34,7 +34,6 @@ from dolmen.conversion.hf import stated_dtype
 from dolmen.conversion.source import ModelSource, load_weights
 from dolmen.conversion.weights import check_whole
 from dolmen.core.mesh import SINGLE, Mesh
-from dolmen.core.torch_private import compute
 from dolmen.data.batch import Batch
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.families import special_tokens
@@ -59,6 +58,7 @@ from dolmen.serving.request import (
     SamplingParams,
     StepOutput,
     check,
+    check_compile,
     check_int8,
     span_of,
 )
@@ -482,12 +482,7 @@ class Engine:
 
 def _check_compile(model: Decoder, adapters: Adapters | None) -> None:
     """Raise ValueError where decode steps of a model cannot be compiled."""
-    ranks = model.tp.axis.size
-    if ranks > 1:
-        raise ValueError(
-            f"--compile compiles no sums over tp, but tp is {ranks}: leave out one of --compile "
-            "and --layout.tp"
-        )
+    check_compile(model.tp.axis.size, model.device.type)
     if adapters is not None and adapters.names:
         raise ValueError(
             "--compile compiles no products with adapters of several requests: leave out one of "
@@ -495,10 +490,6 @@ def _check_compile(model: Decoder, adapters: Adapters | None) -> None:
         )
     if data.units(model):
         raise ValueError("--compile needs whole weights, but ZeRO shards the model's: use zero 0")
-    if model.device.type == "cpu" and not compute.find_compiler():
-        raise ValueError(
-            "--compile needs a C++ compiler, but torch finds none: install g++, or leave it out"
-        )
 
 
 @contextmanager

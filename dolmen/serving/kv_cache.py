@@ -236,13 +236,13 @@ class DecodeLayer(NamedTuple):
         self,
         q: Float[Tensor, "1 tokens heads size"],
         new: Sequence[Float[Tensor, "1 tokens kv_heads _"]],
-        of_pages: PagedAttention,
-        of_texts: SequenceAttention,
+        attend_paged: PagedAttention,
+        attend_sequences: SequenceAttention,
     ) -> Float[Tensor, "tokens heads value_size"]:
         """Write the new keys and values to the pool, then attend to the pages."""
         for layer_pool, tensor in zip(self.kept, new, strict=True):
             layer_pool.transpose(1, 2)[self.slots] = tensor[0]
-        return of_pages(q[0], *self.kept, self.pages)
+        return attend_paged(q[0], *self.kept, self.pages)
 
 
 @dataclass(frozen=True, eq=False)

@@ -85,7 +85,7 @@ class ModelRunner:
         """Creates an empty KV cache. `page_size`: tokens per page of it. `compile`: compile the
         blocks for forwards that only decode.
         """
-        # exact numerics have one attention for all
+        # exact numerics have one attention for prompts and decode steps: its blocks decide bits
         decodes = model.split.kernels.exact is None
         cache = KVCache(model.spec, page_size, compile, decodes)
         self.model, self.mesh, self.cache = model, mesh, cache

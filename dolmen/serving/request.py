@@ -271,6 +271,23 @@ def check_int8(model: ModelSpec, device: str, sharded: bool) -> None:
         raise ValueError(f"{why}: leave out --weights int8")
 
 
+def check_compile(tp: int, device: str, section: str = "") -> None:
+    """Raise ValueError where decode steps cannot be compiled: with tp, whose sums are not, or on a
+    CPU for which torch finds no C++ compiler. `section`: "rollout." for a run's options.
+    """
+    from dolmen.core.torch_private import compute  # torch, which other requests' checks do without
+
+    option, tp_option = f"--{section}compile", f"--{section or 'layout.'}tp"
+    if tp > 1:
+        raise ValueError(
+            f"{option} compiles no sums over tp, but tp is {tp}: leave it out, or set {tp_option} 1"
+        )
+    if device == "cpu" and not compute.find_compiler():
+        raise ValueError(
+            f"{option} needs a C++ compiler, but torch finds none: install g++, or leave it out"
+        )
+
+
 def _check_tokens(name: str, tokens: Sequence[int], vocabulary: int) -> None:
     """Raise ValueError, with the prompt's `name`, for an empty prompt or token ids outside the
     vocabulary.

@@ -7,6 +7,7 @@ have the bits that were recorded can say anything, so another is refused.
 """
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -106,8 +107,8 @@ def pull_inputs(name: str) -> Path:
     """
     if not is_url(name):
         return Path(name)
-    inputs = {"config.yaml", RECEIPTS}
-    storage.pull_files(name, lambda names: [n for n in names if n in inputs or ROLLOUTS + "/" in n])
+    inputs = re.compile(rf"config\.yaml|{re.escape(RECEIPTS)}|{ROLLOUTS}/[^/]+")
+    storage.pull_files(name, lambda names: list(filter(inputs.fullmatch, names)))
     return storage.local_copy(name)
 
 

@@ -90,6 +90,7 @@ OPTIONS = {
         "--layout.dp 4 --nproc 2",
         "layout.tp (1) x layout.dp (4) = 4 processes, but there are 2",
     ),
+    "spares": ("--spares", "--spares is for processes that torchrun has started"),
     "nproc-0": ("--nproc 0", "--nproc is 0: it must be at least 1"),
     "tp-0": ("--layout.tp 0", "layout.tp is 0: it must be at least 1"),
     "zero-7": ("--layout.zero 7", "--layout.zero is '7': use one of 0, 1, 2, 3"),

@@ -63,10 +63,12 @@ def test_what_was_left_out_is_counted(system):
 
 
 def test_errors_name_the_url(system):
+    system.pipe_file("/bucket/text/table.csv", b"1,2\n")  # text, but of no form that is read
     for entry, reason in (
         ("faulty://bucket/none", "no such folder"),
         ("faulty://bucket/*/a.txt", "only the last part of a URL may be a pattern"),
         ("faulty://bucket/text/*.parquet", "no readable files"),
+        ("faulty://bucket/text/table.csv", "is not UTF-8 text"),
     ):
         with pytest.raises(ValueError, match=reason) as error:
             resolve_sources([entry])

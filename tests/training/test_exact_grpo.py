@@ -69,26 +69,6 @@ def test_layouts_of_trainer_and_generator_change_no_bit(name, alone, train):
     assert all(torch.equal(got[key], want[key]) for key in want)
 
 
-@pytest.mark.parametrize(
-    "words, reason",
-    [
-        (
-            ("--rollout.tp", 2, "--layout.dp", 2, "--layout.reduction", "fixed"),
-            "rollout.tp (2) does not divide train.exact.tp (1)",
-        ),
-        (("--rollout.compile",), "rollout.compile is True, and train.numerics exact covers False"),
-    ],
-)
-def test_what_changes_bits_is_refused(material, tmp_path, words, reason):
-    (tmp_path / "prompts.jsonl").write_text(json.dumps(PROMPTS[0]))
-    ended = dolmen(
-        *("train", "grpo", "--init", material.model, "--out", tmp_path / "out", "--reward", "stub"),
-        *("--data.path", tmp_path / "prompts.jsonl", "--train.sequence-length", 32),
-        *("--train.numerics", "exact", "--train.exact.tp", 1, "--train.dtype", "float32", *words),
-    )
-    assert ended.code == 2 and reason in ended.err, ended.err
-
-
 def test_a_step_within_an_iteration_is_replayed(train):
     """From what the iteration has sampled: anew, the later weights would sample other answers."""
     run = train("replayed", "--checkpoint.every", 1)

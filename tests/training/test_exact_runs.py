@@ -104,6 +104,22 @@ REFUSED = {
         },
         "rollout.temperature is 0.7, and train.numerics exact covers 1.0 alone",
     ),
+    "a generator's tp": (
+        {"objective": {"name": "grpo"}, "data": {"rows": "prompts"}, "rollout": {"tp": 4}},
+        r"rollout.tp \(4\) does not divide train.exact.tp \(2\): set --rollout.tp 2",
+    ),
+    "compiled steps": (
+        {
+            "objective": {"name": "grpo"},
+            "data": {"rows": "prompts"},
+            "rollout": {"compile": True},
+        },
+        "rollout.compile is True, and train.numerics exact covers False alone",
+    ),
+    "a reward model": (
+        {"objective": {"name": "grpo"}, "data": {"rows": "prompts"}, "reward": ["runs/judge"]},
+        "reward runs/judge is a model, whose scores depend on the layout",
+    ),
     "a limit alone": (
         {"train": {"numerics": "fast"}},
         r"train.exact.tp \(2\) is a limit of exact numerics",
@@ -405,7 +421,7 @@ def test_a_step_of_a_run_at_a_url_is_replayed(material, tmp_path, monkeypatch):
     checkpoint = {"every": 3, "to": url}
     run = config(material, layout={"dp": 1}, optimizer=UPDATE, checkpoint=checkpoint)
     run_training(run, out, SINGLE, Console(quiet=True))
-    for folder in (url, str(out)):
+    for folder in (url, f"{url}/", str(out)):
         for file in (out / "checkpoints").rglob("*.distcp"):
             file.unlink()
         assert replay.replay(ReplayConfig(folder, 5), lambda work: work()) == 0

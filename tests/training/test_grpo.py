@@ -233,6 +233,7 @@ def test_what_is_never_told_apart_is_drawn_again_so_often_as_is_asked(prompts, t
         ),
         (("--rollout.top-k", 5), "rollout.top-k"),
         (("--rollout.weights", "int8"), "correct for it with --rollout.importance-sampling-cap 2"),
+        (("--rollout.compile", "--layout.tp", 2), "--rollout.compile compiles no sums over tp"),
         (("--reward", "0:stub"), "must be over 0"),
         (
             ("--rollout.advantage-estimator", "distillation"),

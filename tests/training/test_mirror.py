@@ -92,6 +92,8 @@ def test_what_a_resume_takes(system, out, tmp_path):
 
 def test_what_is_at_the_url_is_not_overwritten(system):
     mirror.check_url(URL, resume=False, overwrite=False)
+    system.pipe_file("/bucket/run/checkpoints/writers", b"id job")  # of a run that failed at once
+    mirror.check_url(URL, resume=False, overwrite=False)
     system.pipe_file("/bucket/run/x", b"")
     with pytest.raises(Unusable, match="already contains 1 object: use --resume"):
         mirror.check_url(URL, resume=False, overwrite=False)

@@ -6,13 +6,12 @@ from dataclasses import replace
 
 from dolmen.conversion.source import ModelSource
 from dolmen.core.messages import plural
-from dolmen.core.torch_private import compute
 from dolmen.families import compare_fields
 from dolmen.model.layout import Layout
 from dolmen.rl import function_worker, rewards
 from dolmen.rl.config import GROUP_ESTIMATORS, CriticConfig, PPOConfig, RolloutConfig
 from dolmen.rl.targets import MAX_KL_ERROR
-from dolmen.serving.request import check_int8
+from dolmen.serving.request import check_compile, check_int8
 from dolmen.serving.speculation import check_draft
 from dolmen.training.config import RunConfig
 from dolmen.training.resolve import ResolvedRun
@@ -90,7 +89,7 @@ def check_rollout(resolved: ResolvedRun) -> None:
     if run.rollout.weights == "int8":
         _check_int8(run)
     if run.rollout.compile:
-        _check_compile(run)
+        check_compile(run.rollout.tp or run.layout.tp, run.train.device, "rollout.")
 
 
 def _check_rewards(resolved: ResolvedRun) -> None:
@@ -126,22 +125,6 @@ def _check_replay(run: RunConfig) -> None:
             "rollout.routing-replay fixes the routing for an iteration, so train.router.balance "
             f"bias (bias-rate {router.bias_rate:g}) would adjust biases without effect: use "
             "--train.router.balance loss, or --train.router.bias-rate 0"
-        )
-
-
-def _check_compile(run: RunConfig) -> None:
-    """Raise ValueError if a run with --rollout.compile generates with tp, whose sums are not
-    compiled, or torch finds no C++ compiler for a CPU.
-    """
-    if (tp := run.rollout.tp or run.layout.tp) > 1:
-        raise ValueError(
-            f"rollout.compile compiles no sums over tp, but tp is {tp}: set --rollout.tp 1, or "
-            "leave it out"
-        )
-    if run.train.device == "cpu" and not compute.find_compiler():
-        raise ValueError(
-            "rollout.compile needs a C++ compiler, but torch finds none: install g++, or leave it "
-            "out"
         )
 
 
