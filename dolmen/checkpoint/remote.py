@@ -61,17 +61,24 @@ class RemoteCheckpoints:
     """The checkpoints at a URL, and their copies in the local `folder`. Each method raises
     StorageError where the storage fails for too long.
 
-    `push_run` uploads the other files of the run; it is called before the seal is.
+    `push_run` uploads the other files of the run; it is called before the seal is. `writer`: the
+    line of this run in `writers`, "" before its claim.
     """
 
-    def __init__(self, url: str, folder: Path, push_run: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        url: str,
+        folder: Path,
+        push_run: Callable[[], None] = lambda: None,
+        writer: str = "",
+    ):
         """Prepare access, without any request. `url`: of the folder of checkpoints; `folder`: local
-        folder with copies of them; `push_run`: uploads the other files of the run, before a seal.
+        folder with copies of them; `push_run`: uploads the other files of the run, before a seal;
+        `writer`: the line with which another process of this run has claimed the URL.
         """
-        self.url, self.folder, self.push_run = url, folder, push_run
+        self.url, self.folder, self.push_run, self.writer = url, folder, push_run, writer
         self._remote = RemoteFolder(url)
         self._files: dict[int, dict[str, StoredFile]] = {}  # of complete checkpoints, by step
-        self._claim: str | None = None  # the line of this run in `writers`
 
     def list_complete(self) -> dict[int, dict[str, StoredFile]]:
         """Return the files of each complete checkpoint (with a seal) at the URL, step -> file name
@@ -184,8 +191,8 @@ class RemoteCheckpoints:
         jobs = [line.partition(" ")[2] for line in lines]
         if restarted and job in jobs and jobs[-1] != job:
             raise self._explain_claim(jobs[-1])
-        self._claim = f"{uuid.uuid4().hex} {job}"
-        lines = [*lines[1 - MOST_WRITERS :], self._claim]
+        self.writer = f"{uuid.uuid4().hex} {job}"
+        lines = [*lines[1 - MOST_WRITERS :], self.writer]
         self._remote.write(WRITERS, "\n".join(lines).encode())
 
     def _read_writers(self) -> list[str]:
@@ -194,12 +201,12 @@ class RemoteCheckpoints:
             return []
         return self._remote.read(WRITERS, stored, 2**20).decode(errors="replace").splitlines()
 
-    def _check_claim(self) -> None:
+    def check_claim(self) -> None:
         """Raise Superseded if another run has claimed the URL since this one did."""
-        if self._claim is None:
+        if not self.writer:
             return
-        last = (self._read_writers() or ["", ""])[-1]
-        if last != self._claim:
+        last = (self._read_writers() or [""])[-1]
+        if last != self.writer:
             raise self._explain_claim(last.partition(" ")[2])
 
     def _explain_claim(self, job: str) -> Superseded:
@@ -215,7 +222,7 @@ class RemoteCheckpoints:
         """Delete the seal of the checkpoint of `step` at the URL, if it has one, so that it is not
         complete while it is uploaded. Raises Superseded.
         """
-        self._check_claim()
+        self.check_claim()
         self._remote.delete(f"{folders.name(step)}/{SEAL}")
 
     def upload(self, step: int, files: Iterable[Path]) -> None:
@@ -230,10 +237,10 @@ class RemoteCheckpoints:
         the run's other files (`push_run`), .metadata and state.json from the local folder
         `partial`, and last its seal. Raises Superseded.
         """
-        self._check_claim()
+        self.check_claim()
         self.push_run()
         self.upload(step, [partial / METADATA, partial / STATE])
-        self._check_claim()
+        self.check_claim()
         self._remote.write(f"{folders.name(step)}/{SEAL}", read_seal(partial))
 
     def prune(self, keep: int, saved: int) -> None:
@@ -255,8 +262,10 @@ class RemoteCheckpoints:
 
     def put_aside(self, step: int) -> None:
         """Rename the seal of the damaged checkpoint of `step` at the URL to seal.damaged, so that
-        it is never read again, and pruned only when `keep` newer ones are complete.
+        it is never read again, and pruned only when `keep` newer ones are complete. Raises
+        Superseded.
         """
+        self.check_claim()
         self._remote.write(f"{folders.name(step)}/{SET_ASIDE}", self._read(step, SEAL))
         self.begin(step)
         self._files.pop(step, None)

@@ -25,6 +25,7 @@ from dolmen.checkpoint.reader import Reader
 from dolmen.checkpoint.remote import RemoteCheckpoints, Superseded
 from dolmen.checkpoint.writer import Writer, pinned_for
 from dolmen.core.mesh import Mesh, background_group
+from dolmen.files.storage import StorageError
 
 T = TypeVar("T")
 
@@ -33,14 +34,18 @@ class NotSaved(RuntimeError):
     """A save has failed; earlier checkpoints are intact."""
 
 
+KINDS = (Damaged, Superseded, StorageError, ValueError)
+"""Errors of one rank that all ranks raise alike; any other becomes a ValueError on the others."""
+
+
 class _Done(NamedTuple):
     """A rank's report to the others on its part of a collective job."""
 
     step: int
     """Step of the checkpoint that the job was about."""
     error: str | None
-    damaged: bool
-    """True if the error is Damaged."""
+    kind: type[Exception]
+    """The class, one of KINDS, that the other ranks raise for the error."""
     value: Any
 
 
@@ -239,7 +244,8 @@ class Checkpoints:
             value = work()
         except (KeyError, ValueError, OSError) as caught:
             error = caught
-        mine = _Done(step, error and str(error), isinstance(error, Damaged), value)
+        kind = next((kind for kind in KINDS if isinstance(error, kind)), ValueError)
+        mine = _Done(step, error and str(error), kind, value)
         gathered: list[Any] = [mine]
         if self._group is not None:
             gathered = [None] * dist.get_world_size(self._group)
@@ -249,12 +255,12 @@ class Checkpoints:
         # 1. its own, unless that is another kind and some rank has found damage;
         # 2. else that of the first rank that has one, with its number;
         # 3. else, where ranks have come with different steps, that they have.
-        damaged = any(done.damaged for done in gathered)
-        if error and (mine.damaged or not damaged):
+        damaged = any(done.kind is Damaged for done in gathered)
+        if error and (kind is Damaged or not damaged):
             raise error
         for rank, done in enumerate(gathered):
-            if done.error and (done.damaged or not damaged):
-                raise (Damaged if damaged else ValueError)(f"rank {rank}: {done.error}")
+            if done.error and (done.kind is Damaged or not damaged):
+                raise done.kind(f"rank {rank}: {done.error}")
         for rank, done in enumerate(gathered):
             if done.step != step:
                 raise ValueError(

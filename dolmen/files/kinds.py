@@ -281,6 +281,7 @@ class SummaryFields(TypedDict):
     val_sources_before: NotRequired[dict[str, float]]
     goodput: NotRequired[dict[str, NonNegative]]
     slow_ranks: NotRequired[dict[str, NonNegative]]
+    writer: NotRequired[str]
 
 
 SUMMARY = Kind(SummaryFields, depth=4)

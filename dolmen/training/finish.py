@@ -6,6 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from dolmen.checkpoint.remote import Superseded
 from dolmen.conversion.convert import export_model
 from dolmen.core.filesystem import is_url
 from dolmen.core.log import console, duration
@@ -40,18 +41,22 @@ def finish(run: RunConfig, out: Path) -> int:
     if run.finish.sample is not None:
         _sample(screen, hf, run.finish.sample)
     if run.checkpoint.to is not None:
-        _upload(run.checkpoint.to, out, hf if run.finish.export else None)
+        exported = hf if run.finish.export else None
+        _upload(run.checkpoint.to, out, exported, outcome.get("writer", ""))
     screen.print()
     screen.print(_summary(run, outcome, out, report))
     return 0 if report is None or report.ok else 1
 
 
-def _upload(url: str, out: Path, exported: Path | None) -> None:
+def _upload(url: str, out: Path, exported: Path | None, writer: str) -> None:
     """Upload the files in the folder of a run that has ended to its URL, and its `exported` model
-    (None: none). Raises Failed where the storage does not take them.
+    (None: none). `writer`: the line with which it has claimed the URL. Raises Failed where the
+    storage does not take them, or another run has claimed it.
     """
     try:
-        mirror.push_result(url, out, exported)
+        mirror.push_result(url, out, exported, writer)
+    except Superseded as error:
+        raise Failed(f"the run is complete in {out}, but not at its URL: {error}", True) from None
     except storage.StorageError as error:
         raise Failed(
             f"the run is complete in {out}, but not at its URL: {error}; --resume uploads it again"

@@ -86,11 +86,13 @@ def run_name(out: Path, to: str | None) -> str:
     return to if to is not None and out == storage.working_folder(to) else str(out)
 
 
-def open_checkpoints(url: str, out: Path) -> RemoteCheckpoints:
+def open_checkpoints(url: str, out: Path, writer: str = "") -> RemoteCheckpoints:
     """Return the checkpoints at the URL of the run in the folder `out`, with a function that
-    uploads the run's other files before each seal. No request is made.
+    uploads the run's other files before each seal. No request is made. `writer`: the line with
+    which another process of this run has claimed the URL.
     """
-    return RemoteCheckpoints(f"{url}/checkpoints", out / "checkpoints", RunUploader(out, url))
+    uploader = RunUploader(out, url)
+    return RemoteCheckpoints(f"{url}/checkpoints", out / "checkpoints", uploader, writer)
 
 
 def pull_run(url: str, out: Path) -> None:
@@ -170,10 +172,14 @@ class RunUploader:
         self._uploaded = present
 
 
-def push_result(url: str, out: Path, exported: Path | None) -> None:
+def push_result(url: str, out: Path, exported: Path | None, writer: str) -> None:
     """Upload what a run has written by its end to its URL: its files besides checkpoints, and the
-    folder of its `exported` model if it has one. Raises StorageError.
+    folder of its `exported` model if it has one. `writer`: the line with which the run has claimed
+    the URL. Raises StorageError, and Superseded, before it writes, if another run has claimed it.
     """
-    RunUploader(out, url)()
+    checkpoints = open_checkpoints(url, out, writer)
+    checkpoints.check_claim()
+    checkpoints.push_run()
     if exported is not None:
+        checkpoints.check_claim()
         storage.push_folder(exported, f"{url}/{exported.name}")

@@ -63,6 +63,9 @@ class Outcome:
 
     `goodput` has the shares of wall time by phase, `slow_ranks` those that others waited for one
     rank (training/goodput.py); both as the first rank has measured them.
+
+    `writer` is the line with which the first rank has claimed the URL of the run
+    (checkpoint/remote.py), "" without a URL.
     """
 
     steps: int
@@ -79,6 +82,7 @@ class Outcome:
     val_sources_before: dict[str, float]
     goodput: dict[str, float]
     slow_ranks: dict[str, float]
+    writer: str = ""
 
 
 class Prepared(NamedTuple):
@@ -435,7 +439,7 @@ def _outcome(
     """Return the outcome of the run: steps, `seconds`, the `signal` that ended it, results of the
     `last` validation (None: none), and goodput. Stops the goodput timer.
     """
-    loader, timeline = job.loader, job.timeline
+    loader, timeline, remote = job.loader, job.timeline, job.checkpoints.remote
     timeline.close()
     return Outcome(
         steps=state.step,
@@ -452,6 +456,7 @@ def _outcome(
         val_sources_before=last.sources_before if last else {},
         goodput=timeline.shares(),
         slow_ranks=timeline.slow_ranks(),
+        writer="" if remote is None else remote.writer,
     )
 
 

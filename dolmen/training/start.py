@@ -35,6 +35,7 @@ from rich.console import Console
 from dolmen import __version__
 from dolmen.checkpoint import saved as saved_state
 from dolmen.checkpoint.folders import Damaged
+from dolmen.checkpoint.remote import Superseded
 from dolmen.checkpoint.saved import Saved
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core import consensus
@@ -257,15 +258,27 @@ def agree_on_start(
 
 
 def on_first_rank(mesh: Mesh, work: Callable[[], T]) -> T:
-    """Call `work` on the first rank only and return its result on every rank. A ValueError that it
-    raises is raised as Unusable on every rank. Collective.
+    """Call `work` on the first rank only and return its result on every rank. What it raises is
+    raised on every rank: Superseded and OSError as they are, another ValueError as Unusable.
+    Collective.
     """
     if mesh.size == 1:
         return work()
+
+    def attempt() -> T | Exception:
+        """Return the result, or the error that is no Unusable."""
+        try:
+            return work()
+        except (Superseded, OSError) as error:
+            return error
+
     try:
-        return consensus.run_on_rank_zero(work)
+        result = consensus.run_on_rank_zero(attempt)
     except ValueError as error:
         raise Unusable(str(error)) from None
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 def require_same_data(loader: Loader, mesh: Mesh) -> None:

@@ -4,6 +4,7 @@ loads the newest complete checkpoint bitwise, or damage is found by the seal.
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import faulty
 import pytest
@@ -132,6 +133,39 @@ def test_a_run_that_is_superseded_within_a_save_writes_no_seal(system, tmp_path,
     with pytest.raises(Superseded):
         save(first, 1, 1.0)
     assert not RemoteCheckpoints(URL, tmp_path / "third").list_complete()
+
+
+def test_a_superseded_run_puts_no_checkpoint_aside(system, tmp_path):
+    first = claimed(tmp_path / "here", "a")
+    save(first, 1, 1.0)
+    claimed(tmp_path / "there", "b")
+    before = system.find("/bucket/run")
+    with pytest.raises(Superseded):
+        first.put_aside(1)
+    assert system.find("/bucket/run") == before and first.steps() == [1]
+
+
+@pytest.mark.parametrize("kind", [Superseded, storage.StorageError, Damaged, ValueError])
+def test_an_error_of_a_rank_is_raised_alike_on_the_others(kind, tmp_path, monkeypatch):
+    """What rank 0 sends is what rank 1 gets, in place of a second process."""
+    store, sent = Checkpoints(tmp_path, SINGLE, 0), []
+
+    def gather(gathered, mine, group):
+        sent.append(mine)
+        gathered[:] = sent
+
+    store._group = SimpleNamespace()
+    monkeypatch.setattr(dist, "get_world_size", lambda group: len(sent) + 1)
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+
+    def fail():
+        raise kind("x")
+
+    with pytest.raises(kind, match="^x$"):
+        store.together(1, fail)
+    with pytest.raises(kind, match="^rank 0: x$") as caught:
+        store.together(1, lambda: None)
+    assert type(caught.value) is kind
 
 
 def test_the_list_of_writers_stays_short(system, tmp_path):

@@ -82,6 +82,22 @@ def test_a_restart_on_a_host_that_has_nothing(material, tmp_path, machine, monke
     assert result.code == 0 and "resuming from step 2" in result.out, result.err
 
 
+def test_a_run_whose_url_another_takes_after_its_last_save(
+    material, tmp_path, machine, monkeypatch
+):
+    url, push = f"file://{tmp_path}/bucket/run", mirror.push_result
+
+    def push_late(*arguments):
+        mirror.open_checkpoints(url, tmp_path).claim("another", restarted=False)
+        push(*arguments)
+
+    monkeypatch.setattr(mirror, "push_result", push_late)
+    result = dolmen("train", material.file, *FIXED, "--out", url, "--train.steps", 1)
+    assert result.code == 1 and "is complete in" in result.words, result.err
+    assert "another run (another) has started to write to" in result.words
+    assert "summary.json" not in storage.RemoteFolder(url).files()
+
+
 def test_the_initial_model_is_on_the_first_machine_alone(material, tmp_path, machine):
     """The newest checkpoint stands in for it; its tensors are downloaded once, when they are
     read.

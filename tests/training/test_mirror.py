@@ -6,6 +6,7 @@ import faulty
 import pytest
 from faulty import Faulty
 
+from dolmen.checkpoint.remote import Superseded
 from dolmen.training import mirror
 from dolmen.training.folder import Unusable
 
@@ -115,6 +116,24 @@ def test_the_list_is_at_the_url_before_all_else(system, out):
         assert ended.killed
         mirror.check_url(URL, resume=True, overwrite=False)
     assert len(stored(system)) > 1
+
+
+def test_a_superseded_run_uploads_nothing_at_its_end(system, out, monkeypatch):
+    claims = [mirror.open_checkpoints(URL, out) for _ in "ab"]
+    first, second = claims
+    first.claim("a", restarted=False)
+    mirror.push_result(URL, out, None, first.writer)
+    second.claim("b", restarted=False)
+    (out / "metrics.jsonl").write_bytes(b"{}\n{}\n")
+    before = stored(system)
+    with pytest.raises(Superseded, match=r"another run \(b\) has started"):
+        mirror.push_result(URL, out, out / "tokenizer", first.writer)
+    assert stored(system) == before
+    # within the upload: not the model
+    monkeypatch.setattr(mirror.RunUploader, "__call__", lambda _: first.claim("a", False))
+    with pytest.raises(Superseded):
+        mirror.push_result(URL, out, out / "tokenizer", second.writer)
+    assert "tokenizer/.dolmen-sums" not in stored(system)
 
 
 def test_files_of_a_user_are_not_replaced_by_those_at_the_url(system, out, tmp_path):

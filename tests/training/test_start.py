@@ -1,16 +1,23 @@
 """What all ranks agree on before they train."""
 
+import errno
+import pickle
 import shutil
+from types import SimpleNamespace
 
+import pytest
 import tinyrun
 import torch
 import torch.distributed as dist
 from rich.console import Console
 from spawning import run_spawned
 
+from dolmen.checkpoint.remote import Superseded
 from dolmen.core.mesh import build_mesh
+from dolmen.files.storage import StorageError
 from dolmen.training.folder import Unusable
 from dolmen.training.run import run_training
+from dolmen.training.start import on_first_rank
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
@@ -41,3 +48,35 @@ def test_ranks_that_find_other_text_are_told(material, tmp_path):
     assert "rank 1 on " in first and "data 1 29 documents, " in first
     assert ", here 30 documents, " in first and "same files under --data.path" in first
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "error, kind",
+    [
+        (Superseded("x"), Superseded),
+        (StorageError("x"), StorageError),
+        (OSError(errno.ENOSPC, "full"), OSError),
+        (Unusable("x"), Unusable),
+        (ValueError("x"), Unusable),
+    ],
+    ids=repr,
+)
+def test_an_error_of_the_first_rank_is_raised_alike_on_all(error, kind, monkeypatch):
+    """What rank 0 broadcasts is what rank 1 gets, in place of a second process."""
+    sent = []
+
+    def broadcast(outcome):
+        sent.append(pickle.loads(pickle.dumps(outcome)))
+        outcome[:] = sent[0]
+
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+
+    def fail():
+        raise error
+
+    for rank in range(2):
+        monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
+        with pytest.raises(kind) as caught:
+            on_first_rank(SimpleNamespace(size=2), fail)
+        assert type(caught.value) is kind and str(caught.value) == str(error)
+        assert getattr(caught.value, "errno", None) == getattr(error, "errno", None)
