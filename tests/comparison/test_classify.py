@@ -15,17 +15,15 @@ from dolmen.core.topology import Topology
 from dolmen.families.model import model_from_fields
 
 LENGTH, SIZE = 6, 8
-TREE = model_from_fields(
-    "llama",
-    dict(
-        vocab_size=16,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=16,
-    ),
-).spec
+FIELDS = dict(
+    vocab_size=16,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=16,
+)
+TREE = model_from_fields("llama", FIELDS).spec
 
 
 def side(tensors, **axes) -> Side:
@@ -195,3 +193,31 @@ def test_a_number_is_not_compared_with_zero():
     zero = side({("numbers", "loss"): [torch.tensor(0.0)]})
     (row,) = compare_recordings(zero, zero)
     assert math.isnan(row.difference) and not row.ok
+
+
+def heads(generator, *, scale: float = 1.0):
+    return scale * torch.randn(2 * LENGTH, 32, generator=generator)
+
+
+def scores_cause(a: dict, b: dict, spec=TREE):
+    """Of attention probabilities where A holds queries and keys `a`, and B `b`."""
+    sides = []
+    for held, tree in ((a, spec), (b, TREE)):
+        one = side({("forward", f"layers.1.attn.{word}"): [t] for word, t in held.items()})
+        sides.append(Side(one.recording, tree, LENGTH))
+    return classify(*sides, TensorComparison("forward", "layers.1.attn.scores", 1.0, 0.0))
+
+
+def test_attention_probabilities_that_differ():
+    generator = torch.Generator().manual_seed(0)
+    plain = {"query": heads(generator), "key": heads(generator)}
+    scaled = scores_cause(plain | {"query": 1.5 * plain["query"]}, plain)
+    assert (scaled.kind, scaled.text) == ("a scale", "A's scores are 1.5 times B's")
+    other = scores_cause(plain | {"key": plain["key"] + heads(generator, scale=0.3)}, plain)
+    assert other.kind == "other values" and "from equal queries and keys" in other.text
+    narrow = model_from_fields(
+        "mistral", {**FIELDS, "num_key_value_heads": 4, "sliding_window": 2}
+    ).spec
+    masked = scores_cause(plain, plain, narrow)
+    assert masked.kind == "another mask"
+    assert masked.text == "only in B does token 2 attend to token 0"

@@ -198,6 +198,23 @@ def test_the_flag_is_set_within_and_as_before_afterwards():
     assert flags() == before
 
 
+@pytest.mark.parametrize(
+    "holder, name",
+    (
+        (torch.utils.deterministic, "fill_uninitialized_memory"),
+        (torch.backends.cudnn, "deterministic"),
+        (torch.backends.cudnn, "benchmark"),
+    ),
+)
+@pytest.mark.parametrize("value", (True, False))
+def test_each_flag_is_restored_whatever_it_was(monkeypatch, holder, name, value):
+    monkeypatch.setattr(holder, name, value)
+    before = flags()
+    with determinism.deterministic_mode(True):
+        assert flags() == (True, False, True, False, True)
+    assert flags() == before and getattr(holder, name) is value
+
+
 def test_what_has_no_other_way_is_named_with_the_knob():
     """`put_` has none on a CPU either."""
     with (

@@ -52,7 +52,7 @@ class Picture:
                 self._add_boxes(get("d", ""), get("fill", "")[7:-1])
             else:
                 points = [tuple(map(float, p.split())) for p in get("d", "")[1:].split("L")]
-                self.lines.append((points, kind))  # type: ignore[arg-type]
+                self.lines.append((points, kind))
 
     def _add_boxes(self, path: str, fill: str) -> None:
         for x, y, width, height in re.findall(r"M(\S+) (\S+?)h(.+?)v(.+?)h-\3z", path):

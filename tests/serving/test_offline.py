@@ -1,0 +1,142 @@
+"""Rows of a file of prompts: how they are shared out, how fast they are said to be, and what is cut
+off a long prompt.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dolmen.serving import offline, sampling
+from dolmen.serving.offline import Meter, RowQueue
+from dolmen.serving.prompt_file import PromptFile
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is set."""
+    now = SimpleNamespace(seconds=1000.0)
+    monkeypatch.setattr(offline.time, "monotonic", lambda: now.seconds)
+    return now
+
+
+def test_the_rate_is_that_of_the_last_minute(clock):
+    meter = Meter(256, 6)
+    assert str(meter).startswith("6 of 256 rows, 0 tokens/s, -:-- left")
+    for second in range(1, 201):  # ten tokens a second, then a hundred
+        clock.seconds = 1000.0 + second
+        meter.count(int(second % 10 == 0), 10 if second <= 100 else 100)
+    rows, rate, left = str(meter).split(", ")
+    assert rows == "26 of 256 rows" and rate == "100 tokens/s"
+    # a row in ten seconds, and 230 are left
+    minutes, seconds = (int(part) for part in left.removesuffix(" left").split(":"))
+    assert 60 * minutes + seconds == pytest.approx(2300, rel=0.08)
+    assert meter.seconds == 200 and len(meter._marks) <= 21
+    assert all(clock.seconds - mark[0] <= 60 for mark in meter._marks[1:])
+
+
+def test_a_line_is_due_every_half_minute(clock):
+    meter, due = Meter(3, 0), []
+    for second in range(100):
+        clock.seconds = 1000.0 + second
+        due += [second] if meter.is_due() else []
+    assert due == [30, 60, 90]
+
+
+class Counter(dict):
+    """torch's store, in one process."""
+
+    def add(self, key: str, number: int) -> int:
+        self[key] = self.get(key, 0) + number
+        return self[key]
+
+    def set(self, key: str, value: str) -> None:
+        assert key not in self
+        self[key] = value
+
+
+def queue(rows: list[int], replica: int, size: int, tp: int, store) -> RowQueue:
+    axes = {"dp": (replica, size), "tp": (tp, 2), "pp": (0, 1)}
+    mesh = SimpleNamespace(**{n: SimpleNamespace(rank=r, size=s) for n, (r, s) in axes.items()})
+    made = RowQueue(rows, mesh)
+    made.store = store
+    return made
+
+
+@pytest.mark.parametrize("replicas", (2, 3))
+@pytest.mark.parametrize("count", (1, 7, 40))
+def test_every_row_is_taken_once_and_by_all_ranks_of_a_replica(monkeypatch, count, replicas):
+    monkeypatch.setattr(offline.processes, "store", lambda _: None)
+    rows, store = [100 + i for i in range(count)], Counter()
+    queues = [[queue(rows, r, replicas, tp, store) for tp in (0, 1)] for r in range(replicas)]
+    running, taken, alive = [0] * replicas, [], set(range(replicas))
+    for turn in range(10 * count + 20):
+        replica = turn % replicas
+        numbers = [each.take(running[replica]) for each in queues[replica]]
+        assert numbers[0] == numbers[1]
+        if numbers[0] is not None:
+            taken.append(numbers[0])
+            running[replica] += 1
+        elif running[replica]:
+            running[replica] -= 1  # one of its rows has ended
+        else:
+            alive.discard(replica)
+    assert sorted(taken) == rows and not alive
+
+
+def test_a_replica_leaves_the_last_rows_to_others(monkeypatch):
+    monkeypatch.setattr(offline.processes, "store", lambda _: None)
+    store = Counter()
+    first = queue(list(range(8)), 0, 2, 0, store)
+    taken = [first.take(running) for running in range(8)]
+    # with four rows at work and four left, the share of each of two replicas is four
+    assert taken == [0, 1, 2, 3, None, None, None, None] and first.take(0) == 4
+
+
+def test_alone_rows_come_in_order():
+    axis = SimpleNamespace(rank=0, size=1)
+    alone = RowQueue([5, 7], SimpleNamespace(dp=axis, tp=axis, pp=axis))
+    assert [alone.take(0), alone.take(1), alone.take(2), alone.take(0)] == [5, 7, None, None]
+
+
+@pytest.mark.parametrize("begin", (1, 50))
+def test_a_cut_prompt_keeps_its_end_and_its_beginning_token(begin):
+    tokens = [begin, *range(2, 12)]
+    file = SimpleNamespace(tokenizer=SimpleNamespace(bos_token_id=1))
+    for most in range(1, 12):
+        cut = PromptFile._cut(file, tokens, most)
+        assert len(cut) == most
+        assert cut == ([1, *tokens[len(tokens) - most + 1 :]] if begin == 1 else tokens[-most:])
+
+
+@pytest.mark.parametrize("size, p", ((40, 0.3), (3000, 0.5), (3000, 0.9999)))
+def test_a_nucleus_is_the_beginning_of_the_sorted_logits(size, p):
+    """Enough of them: those that are left out are those after probability p."""
+    logits = torch.randn(4, size, generator=torch.Generator().manual_seed(size)).double() * 3
+    total = logits.logsumexp(-1, keepdim=True)
+    found = sampling._nucleus(logits, total, p)
+    ordered = logits.sort(-1, descending=True).values
+    assert torch.equal(found, ordered[:, : found.shape[1]])
+    assert ((found - total).exp().sum(-1) >= p).all()
+    kept = sampling.keep_top_p(logits, p).isfinite()
+    for row, mask in zip(logits, kept, strict=True):
+        shares = row.softmax(-1).sort(descending=True).values.cumsum(-1)
+        assert int(mask.sum()) == int((shares < p).sum()) + 1
+        assert row[mask].min() > row.masked_fill(mask, -math.inf).max()
+
+
+def test_what_is_left_out_cut_or_limited_is_counted(capsys):
+    config = SimpleNamespace(max_input_tokens=5)
+
+    def shown(**counts) -> list[str]:
+        summary = SimpleNamespace(**{"bad": 0, "cut": 0, "short": 0} | counts)
+        offline._print_summary(summary, config, True)
+        return capsys.readouterr().err.splitlines()
+
+    assert shown() == []
+    assert shown(bad=1) == ["1 row skipped: they are invalid"]
+    assert shown(cut=2) == ["2 prompts truncated to 5 tokens, from the left"]
+    assert shown(short=3) == ["3 rows may end before --max-new-tokens, at max_position_embeddings"]
+    offline._print_summary(SimpleNamespace(bad=1, cut=1, short=1), config, False)
+    assert capsys.readouterr().err == ""

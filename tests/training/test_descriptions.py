@@ -1,0 +1,73 @@
+"""Lines and pictures of a run's report, read back: shares, bytes and losses worked out by hand."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+from matplotlib.figure import Figure
+
+from dolmen.objectives.reward import BINS
+from dolmen.training import evaluate
+from dolmen.training.evaluate import Calibration, SourceValidation, describe_source
+
+
+def calibration() -> Calibration:
+    """A tenth of all pairs in bin 1, nine in the last, right in half and in two thirds of them."""
+    confident, right = [0.0] * BINS, [0.0] * BINS
+    confident[1], right[1], confident[-1], right[-1] = 0.1, 0.05, 0.9, 0.6
+    metrics = {f"sure {i}": value for i, value in enumerate(confident)}
+    return Calibration.from_metrics(metrics | {f"right {i}": v for i, v in enumerate(right)})
+
+
+def test_bins_divide_confidence_evenly():
+    middles = [evaluate.bin_middle(i) for i in range(BINS)]
+    assert middles[0] - 0.5 == pytest.approx(1 - middles[-1]) == pytest.approx(0.25 / BINS)
+    steps = [after - before for before, after in zip(middles, middles[1:], strict=False)]
+    assert steps == pytest.approx([0.5 / BINS] * (BINS - 1))
+
+
+def test_the_calibration_error_is_the_mean_gap():
+    first, last = 0.5 + 0.75 / BINS, 1 - 0.25 / BINS
+    gaps = 0.1 * abs(0.5 - first) + 0.9 * abs(2 / 3 - last)
+    assert calibration().error == pytest.approx(gaps)
+
+
+def test_a_diagram_of_calibration_has_a_mark_for_each_bin(monkeypatch):
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, to, **_: drawn.append(figure))
+    evaluate.plot_calibration(calibration(), 0.65, "a run")
+    (axis,) = drawn[0].axes
+    (marks,) = axis.collections
+    first, last = marks.get_offsets().tolist()
+    assert first == pytest.approx([0.5 + 0.75 / BINS, 0.5])
+    assert last == pytest.approx([1 - 0.25 / BINS, 2 / 3])
+    small, large = marks.get_sizes().tolist()
+    assert large - small == pytest.approx(600 * 0.8) and small == pytest.approx(90)
+    (diagonal,) = axis.lines
+    assert [*diagonal.get_xdata()] == [*diagonal.get_ydata()] == [0.5, 1]
+    low, high = axis.get_xlim()
+    bottom, top = axis.get_ylim()
+    assert 0.4 < low < 0.5 and 1 < high < 1.1 and -0.1 < bottom < 0 and 1 < top < 1.1
+    title = f"a run\naccuracy 0.650, calibration error {calibration().error:.3f}"
+    assert axis.get_title() == title
+    labels = axis.get_xlabel(), axis.get_ylabel()
+    assert labels == ("confidence in the preferred completion", "accuracy")
+    monkeypatch.undo()
+    assert evaluate.plot_calibration(calibration(), 0.65, "").startswith(b"\x89PNG")
+
+
+def test_losses_of_sources_are_metrics_and_lines():
+    found = SourceValidation({"a": 2.5, "b": 1.25}, {"a": 1.1}, {"a": 1.2})
+    assert found.row() == {"val_loss/a": 2.5, "val_loss/b": 1.25, "val_bits_per_byte/a": 1.1}
+    assert found.lines() == [
+        "2.5000 on a, 1.1000 bits per byte (before the first step 1.2000)",
+        "1.2500 on b",
+    ]
+    assert describe_source("c", 3.0, 1.5, 1.5) == "3.0000 on c, 1.5000 bits per byte"
+    assert describe_source("c", 3.0, 1.5, None) == "3.0000 on c, 1.5000 bits per byte"
+
+
+def test_bits_per_byte_are_nats_of_all_tokens_over_their_bytes():
+    rows = {"a": SimpleNamespace(tokens=100, bytes=150), "b": SimpleNamespace(tokens=9, bytes=None)}
+    losses = {"a": 3 * math.log(2), "b": 1.0}
+    assert evaluate.bits_per_byte(losses, rows) == {"a": pytest.approx(2)}
