@@ -3,12 +3,14 @@ forms on examples made by hand.
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from dolmen.data import chat_loader
+from dolmen.data import chat_loader, readers
 from dolmen.data.examples import Examples
+from dolmen.data.order import MegatronOrder
 
 
 def examples(count: int, longest: int = 99) -> Examples:
@@ -68,3 +70,58 @@ def test_a_prediction_is_a_trained_token_that_is_not_the_first():
     left_out = replace(found, weights=np.array([0.5, 0, 1], np.float32))
     assert left_out.predictions().tolist() == [3, 0, 5]
     assert examples(3).last_learned(1) == 1012
+
+
+@pytest.mark.parametrize(
+    "rows, held, said",
+    (
+        ("pairs", 6, "3 pairs"),
+        ("completions", 2, "1 completion"),
+        ("chats", 6, "6 chats, 1,234 tokens"),
+        ("pairs", 0, "none (--data.validation-fraction is 0)"),
+    ),
+)
+def test_what_is_held_out_is_counted(monkeypatch, rows, held, said):
+    monkeypatch.setattr(chat_loader, "describe_pairs", lambda _: ["training", "a change"])
+    monkeypatch.setattr(chat_loader, "describe_chats", lambda *_: ["training", "a change"])
+    monkeypatch.setattr(chat_loader, "describe_completions", lambda _: "training")
+    validation = SimpleNamespace(chosen=np.arange(held), tokens=1234)
+    found = chat_loader._describe(None, validation, SimpleNamespace(rows=rows))
+    assert (found.training, found.validation) == ("training", said)
+    assert found.changes == (() if rows == "completions" else ("a change",))
+
+
+def test_the_size_of_a_row_is_that_of_its_line():
+    row = {"text": "Ä" * 20, "number": 1}
+    line = len('{"text": "", "number": 1}') + 2 * 20
+    assert [*readers.small_rows(iter([(row, "a")]), line)] == [(row, "a")]
+    assert [*readers.small_rows(iter([(row, "a")]), None)] == [(row, "a")]
+    with pytest.raises(ValueError, match=f"has more than {line - 1} bytes"):
+        [*readers.small_rows(iter([(row, "a")]), line - 1)]
+
+
+def test_rows_of_a_table_are_numbered_from_1_over_all_batches():
+    batches = [{"t": ["a", None]}, {"t": ["b", 7]}]
+    found = []
+    with pytest.raises(ValueError, match="file, row 4.*'t' is a int, not text"):
+        found.extend(readers.column_texts(iter(batches), "t", "file"))
+    assert [*readers.column_texts(iter(batches[:1]), "t", "file")] == ["a", ""]
+
+
+def test_epochs_of_a_mixture_are_samples_over_those_of_an_epoch():
+    """Three of a for one of b; behind the run's 40 samples the turns repeat."""
+    epochs = SimpleNamespace(times=2, last_separate=False)
+    separate = SimpleNamespace(times=3, last_separate=True)
+    orders = [
+        SimpleNamespace(per_epoch=size, sequence_length=8, epochs=of)
+        for size, of in ((12, epochs), (5, separate))
+    ]
+    parts = [SimpleNamespace(name="a"), SimpleNamespace(name="b")]
+    mixed = MegatronOrder(parts, orders, [3, 1], 40)
+    assert mixed.name == "Megatron, epochs: 2, 3 with the last one separate"
+    for samples in (0, 4, 40, 44, 120):
+        assert mixed.counts(samples) == [samples * 3 // 4, samples // 4]
+        assert mixed.epochs(samples) == {"a": samples * 0.75 / 12, "b": samples * 0.25 / 5}
+    for samples in range(90):
+        taken = [mixed.turns[i % 40] for i in range(samples)]
+        assert mixed.counts(samples) == [taken.count(0), taken.count(1)]

@@ -6,6 +6,7 @@ import random
 import mutations
 import pytest
 import sentencepiece
+from google.protobuf.internal import encoder
 from sentencepiece import sentencepiece_model_pb2
 
 from dolmen.files import sentencepiece_model, tokenizer_files
@@ -93,3 +94,12 @@ def test_a_damaged_one_is_refused_or_read_and_raises_nothing_else():
         except Refused:
             refused += 1
     assert 50 < refused < 300
+
+
+def test_numbers_are_those_of_protobuf():
+    """At each length's ends, and between."""
+    ends = [value for bits in range(0, 64, 7) for value in (2**bits - 1, 2**bits, 2**bits + 1)]
+    for value in (*range(300), *ends):
+        assert sentencepiece_model.varint(value) == encoder._VarintBytes(value)
+    message = sentencepiece_model.record(5, 300) + sentencepiece_model.record(6, b"ab" * 100)
+    assert message == b"\x28\xac\x02" + b"\x32\xc8\x01" + b"ab" * 100
