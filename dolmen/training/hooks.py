@@ -324,6 +324,8 @@ class TrainingHooks:
         """Start to save a checkpoint of this step, in the background, and add a row to
         history.jsonl. Every rank calls it.
         """
+        if self.receipts is not None:
+            self.receipts.sync()
         self.checkpoints.save(state.step, state.tensors(), self._checkpoint_state(state).meta())
         self.history.add(state.step, {"saved": True})
 

@@ -6,6 +6,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tinyrun
@@ -25,7 +26,7 @@ from dolmen.ops import invariant
 from dolmen.ops.numerics import Exact
 from dolmen.planning import dryrun
 from dolmen.planning.config import DryrunConfig, DryrunRequest
-from dolmen.training import loop, receipt, replay, self_test
+from dolmen.training import hooks, loop, receipt, replay, self_test
 from dolmen.training.checks.exact import check_components, check_exact
 from dolmen.training.checks.folder import check_resume, check_same_limit
 from dolmen.training.config import RunConfig
@@ -441,6 +442,30 @@ def test_no_other_receipts_are_overwritten(material, tmp_path):
     os.mkfifo(file)
     with pytest.raises(Refused, match="receipts.jsonl: is not a regular file"):
         receipt.read_receipts(file)  # it would wait for ever
+
+
+def test_receipts_are_on_disk_before_a_checkpoint_is_saved(tmp_path, monkeypatch, capsys):
+    file, done = tmp_path / "receipts.jsonl", []
+    receipts = receipt.Receipts(file, 0, SINGLE, torch.float32)
+    assert receipts.handle is not None
+    receipts.handle.write("{}\n")
+    synced = receipts.handle.fileno()
+    monkeypatch.setattr(os, "fsync", lambda number: done.append((number, file.read_text())))
+    made = hooks.TrainingHooks.__new__(hooks.TrainingHooks)
+    made.receipts, made.history = receipts, SimpleNamespace(add=lambda *_: None)
+    made.checkpoints = SimpleNamespace(save=lambda *_: done.append("save"))
+    monkeypatch.setattr(made, "_checkpoint_state", lambda _: SimpleNamespace(meta=dict))
+    made.save(SimpleNamespace(step=1, tensors=dict), SimpleNamespace())
+    assert done == [(synced, "{}\n"), "save"]
+
+
+def test_receipts_that_a_checkpoint_is_newer_than_are_named(tmp_path, capsys):
+    row = {"loss": "0x1p+0", "grad_norm": "0x1p+0", "receipt": "1", "operators": {}, "weights": {}}
+    file = tmp_path / "receipts.jsonl"
+    for newest, warning in ((2, f"WARNING: {file} lacks the steps 3 to 4\n"), (5, "")):
+        file.write_text(receipt.dump_receipts({"step": n, **row} for n in range(1, newest + 1)))
+        receipt.Receipts(file, 4, SINGLE, torch.float32).close()
+        assert capsys.readouterr().err == warning
 
 
 def test_a_damaged_receipt_reaches_no_terminal(material, tmp_path, monkeypatch, capsys):
