@@ -144,7 +144,7 @@ class TrainingHooks:
             hooks.insert(1, (1, self.receipts.add))
         if self.run.log.profile is not None:
             hooks.append((self.run.log.profile, self.write_profile))
-        if self.loader.validation_tokens:
+        if self.loader.validation_tokens and self.stop.after is None:
             hooks.append((validating, self.validate))
         if self.evaluator is not None:
             hooks.append((self.run.evaluate.every or self.tenth, self.evaluate))

@@ -19,8 +19,11 @@ from dolmen.checkpoint import folders
 from dolmen.checkpoint.folders import list_checkpoints
 from dolmen.checkpoint.reader import Reader
 from dolmen.checkpoint.remote import RemoteCheckpoints, pull_model
+from dolmen.checkpoint.saved import read_saved
+from dolmen.checkpoint.seal import read_sealed
 from dolmen.core.filesystem import is_url
-from dolmen.core.messages import as_bad_input, escape
+from dolmen.core.messages import BadInput, as_bad_input, escape
+from dolmen.data.loader import changes
 from dolmen.evaluation.config import DuringConfig
 from dolmen.files import storage, write
 from dolmen.model.layout import Layout
@@ -51,6 +54,7 @@ def replay(options: ReplayConfig, guarded: Guard) -> int:
         recorded = {row["step"]: row for row in read_receipts(run / RECEIPTS)}
         check(config, recorded, options)
         before, checkpoint = find_checkpoint(options, run, config.checkpoint.to)
+        data = recorded_data(options, run)
         config = without_outputs(config, options.layout)
     with tempfile.TemporaryDirectory(prefix="dolmen-replay-") as folder:
         out = Path(folder) / "run"
@@ -63,13 +67,22 @@ def replay(options: ReplayConfig, guarded: Guard) -> int:
                 shutil.copytree(run / ROLLOUTS, out / ROLLOUTS)  # rows are appended to one
                 claim(out, ROLLOUTS)
         handling = LaunchOptions(out=str(out), resume=before > 0)
-        code = worker.run(TrainRequest(config, handling, stop_after=options.step), guarded)
+        try:
+            code = worker.run(TrainRequest(config, handling, stop_after=options.step), guarded)
+        except BadInput as error:
+            raise BadInput(
+                f"{error} (dolmen replay has the options of --layout; all others are those in "
+                f"{options.folder}/config.yaml)"
+            ) from None
         if code:
             return code
         repeated = {row["step"]: row for row in read_receipts(out / RECEIPTS)}
+        changed = changes(data, read_data(list_checkpoints(out / "checkpoints")[options.step]))
     steps = range(before + 1, options.step + 1)
     with as_bad_input(ValueError):
         difference = first_difference(recorded, repeated, steps)
+    if difference and data and changed:
+        difference = f"the data are not those of the run: {'; '.join(changed)}"
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
     print(f"{span}: {escape(difference or 'the bits are those that were recorded')}")
     return 1 if difference else 0
@@ -132,6 +145,28 @@ def find_checkpoint(options: ReplayConfig, run: Path, to: str | None) -> tuple[i
     return before, local[before]
 
 
+def recorded_data(options: ReplayConfig, run: Path) -> dict[str, str]:
+    """Return the fingerprint of the data with which the run made options.step: that in its first
+    complete checkpoint from this step on, or else in its last one; {} if there is none. `run`:
+    local folder of the run. Raises ValueError or StorageError.
+    """
+    folder, remote = run / "checkpoints", None
+    if is_url(options.folder):
+        remote = RemoteCheckpoints(f"{options.folder}/checkpoints", folder)
+    steps = list_checkpoints(folder) if remote is None else remote.list_complete()
+    if not steps:
+        return {}
+    step = min((step for step in steps if step >= options.step), default=max(steps))
+    return read_data(folder / folders.name(step) if remote is None else remote.pull_step(step))
+
+
+def read_data(checkpoint: Path) -> dict[str, str]:
+    """Return the fingerprint of the data in the state.json of a checkpoint's local folder. Raises
+    Damaged.
+    """
+    return read_saved(read_sealed(checkpoint)[1], checkpoint).data
+
+
 def without_outputs(config: RunConfig, layout: Layout) -> RunConfig:
     """Return the run's configuration for a replay: without periodic checkpoints, snapshots,
     uploads, evaluation, trackers, export and the like, and in `layout` unless that is the default.
@@ -141,8 +176,7 @@ def without_outputs(config: RunConfig, layout: Layout) -> RunConfig:
     return replace(
         config,
         checkpoint=replace(config.checkpoint, to=None, every=0, snapshot_every=0),
-        # the last step is validated in any case
-        log=LogConfig(validate_every=0, validation_tokens=1),
+        log=LogConfig(),
         evaluate=DuringConfig(),
         finish=FinishConfig(),
     )

@@ -17,6 +17,7 @@ from tinyrun import Material, losses, same, tensors
 
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import SINGLE
+from dolmen.core.messages import BadInput
 from dolmen.core.state import local_view
 from dolmen.files import storage
 from dolmen.files.gate import Refused
@@ -413,6 +414,24 @@ def test_a_step_is_replayed(material, tmp_path, capsys):
     (tmp_path / "receipts.jsonl").write_text(receipt.dump_receipts(rows))
     assert replay.replay(options, lambda work: work()) == 1
     assert "steps 4 to 5: loss differs first in step 5, of 0 weights" in capsys.readouterr().out
+
+
+def test_a_replay_with_other_data_names_the_data(material, tmp_path, capsys):
+    """A changed text would look like a rank with other bits. Nothing is validated."""
+    docs, out = tmp_path / "docs", tmp_path / "run"
+    shutil.copytree(material.docs, docs)
+    data = {**material.options()["data"], "path": [str(docs)]}
+    run = config(material, layout={"dp": 1}, data=data, checkpoint={"every": 3})
+    run_training(run, out, SINGLE, Console(quiet=True))
+    text = (docs / "07.txt").read_text()
+    (docs / "07.txt").write_text(text.upper())
+    for step, span in ((5, "steps 4 to 5"), (2, "steps 1 to 2")):
+        assert replay.replay(ReplayConfig(str(out), step), lambda work: work()) == 1
+        printed = capsys.readouterr().out
+        assert f"{span}: the data are not those of the run: data 1: 30 documents" in printed
+        assert "validation loss" not in printed
+    with pytest.raises(BadInput, match=r"\(8\): .* \(dolmen replay has the options"):
+        replay.replay(ReplayConfig(str(out), 5, Layout(tp=8)), lambda work: work())
 
 
 def test_a_step_of_a_run_at_a_url_is_replayed(material, tmp_path, monkeypatch):
