@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dolmen.data.config import DataConfig
-from dolmen.families import ModelConfig
+from dolmen.families import model_from_fields
 from dolmen.model.layout import Layout
 from dolmen.optim.config import OptimizerConfig
 from dolmen.recipes import pretraining
-from dolmen.recipes.pretraining import FRESH, large
+from dolmen.recipes.pretraining import large, small_llama
 from dolmen.training.config import CheckpointConfig, FinishConfig, LogConfig, RunConfig, TrainConfig
 
 
@@ -30,30 +30,10 @@ def quickstart() -> RunConfig:
     """a small Llama on the Python standard library's source, data parallel over two processes; some
     3 minutes on 2 cores
     """
-    model = {
-        **FRESH,
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 4096,
-        "hidden_size": 256,
-        "intermediate_size": 704,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-        "hidden_act": "silu",
-        "max_position_embeddings": 256,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-05,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-    }
+    model = small_llama(vocab_size=4096, shape=(256, 704, 4, 4), head_dim=64, positions=256)
     return RunConfig(
         name="quickstart",
-        model=ModelConfig(model),
+        model=model,
         # tp 2 has collectives over gloo four times a layer, dp 2 once a step
         layout=Layout(dp=2),
         data=DataConfig(path=("python-standard-library",), tokenizer="bpe:4096"),
@@ -93,87 +73,31 @@ def _quickstart_on_this_machine(run: RunConfig, is_launched: bool) -> RunConfig:
 
 def mixtral_8x7b() -> RunConfig:
     """the shape of Mixtral 8x7B (2401.04088): 46.7 B parameters, 12.9 B of them active per token"""
-    model = {
-        **FRESH,
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "max_position_embeddings": 32768,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-05,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        "tie_word_embeddings": False,
-        "attention_dropout": 0.0,
-        "sliding_window": None,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "router_aux_loss_coef": 0.02,
-    }
+    sizes = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.02}
+    fields = {"vocab_size": 32000, "max_position_embeddings": 32768, **sizes, **heads, **experts}
     # the paper does not say how it was trained; as Llama 7B
-    return large("mixtral-8x7b", model, lr=3e-4, batch=512)
+    return large("mixtral-8x7b", model_from_fields("mixtral", fields), lr=3e-4, batch=512)
 
 
 def qwen3_30b_a3b() -> RunConfig:
     """the shape of Qwen3 30B-A3B (2505.09388): 128 experts, 8 of them active per token"""
-    model = {
-        **FRESH,
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "hidden_act": "silu",
-        "max_position_embeddings": 40960,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-06,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "num_local_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    experts = {"num_local_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+    fields = {
+        **{"vocab_size": 151936, "max_position_embeddings": 40960, **sizes, **heads, **experts},
+        "rope_parameters.rope_theta": 1000000.0,
         "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "router_aux_loss_coef": 0.001,
     }
-    return large("qwen3-30b-a3b", model, lr=3e-4, batch=512)
+    return large("qwen3-30b-a3b", model_from_fields("qwen3_moe", fields), lr=3e-4, batch=512)
 
 
 def bert() -> RunConfig:
     """BERT base (1810.04805): masked language model of whole words, and next sentence prediction"""
-    model = {
-        **FRESH,
-        "architectures": ["BertForPreTraining"],
-        "model_type": "bert",
-        "vocab_size": 30522,
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "hidden_act": "gelu",
-        "max_position_embeddings": 512,
-        "type_vocab_size": 2,
-        "initializer_range": 0.02,
-        "layer_norm_eps": 1e-12,
-        "tie_word_embeddings": True,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
+    # the family's defaults are BERT base
+    model = model_from_fields("bert", {"architectures": ["BertForPreTraining"]})
     # batch, steps, warm-up and rate of section A.2 of the paper
     run = large("bert", model, lr=1e-4, batch=256, length=512)
     train = replace(run.train, steps=1_000_000, microbatch_size=16, dropout=0.1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from dolmen.data.config import DataConfig
-from dolmen.families import ModelConfig
+from dolmen.families import ModelConfig, model_from_fields
 from dolmen.objectives.config import ObjectiveConfig
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rl.config import CriticConfig, RolloutConfig
@@ -19,23 +19,15 @@ from dolmen.training.config import (
     TrainConfig,
 )
 
-# A model made here has no tokenizer yet, and its weights are stored as they are trained.
-FRESH = {
-    "dtype": "float32",
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "use_cache": True,
-}
-
 
 class Published(NamedTuple):
     """A published model, and how it is pretrained."""
 
     about: str
     """Text of the recipe in `dolmen recipes`."""
-    model: dict[str, Any]
-    """Its config.json."""
+    model_type: str
+    fields: dict[str, Any]
+    """Fields of its config.json that differ from the family's defaults, and its sizes."""
     lr: float
     """Peak learning rate."""
     batch: int
@@ -44,14 +36,14 @@ class Published(NamedTuple):
     """Tokens of a sequence."""
 
 
-def large(name: str, model: dict[str, Any], lr: float, batch: int, length: int = 8192) -> RunConfig:
+def large(name: str, model: ModelConfig, lr: float, batch: int, length: int = 8192) -> RunConfig:
     """Return the configuration of a run that pretrains a large model: bfloat16, compiled, 100,000
-    steps with 2,000 of warm-up and a decay to a tenth of the peak learning rate `lr`. `model`: its
-    config.json; `batch`: sequences per step, of `length` tokens each.
+    steps with 2,000 of warm-up and a decay to a tenth of the peak learning rate `lr`. `batch`:
+    sequences per step, of `length` tokens each.
     """
     return RunConfig(
         name=name,
-        model=ModelConfig(model),
+        model=model,
         # as Llama (2302.13971, section 2.3)
         optimizer=OptimizerConfig(lr=lr, warmup_steps=2000, min_lr=lr / 10),
         train=TrainConfig(
@@ -67,22 +59,6 @@ def large(name: str, model: dict[str, Any], lr: float, batch: int, length: int =
     )
 
 
-GPT = {
-    **FRESH,
-    "architectures": ["GPT2LMHeadModel"],
-    "model_type": "gpt2",
-    # GPT-3's context; GPT-2 itself has 1,024
-    "n_positions": 2048,
-    "activation_function": "gelu_new",
-    "layer_norm_epsilon": 1e-05,
-    "initializer_range": 0.02,
-    "tie_word_embeddings": True,
-    "attn_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "resid_pdrop": 0.0,
-}
-
-
 def gpt(
     about: str, hidden: int, layers: int, heads: int, lr: float, batch: int, vocabulary: int = 51200
 ) -> Published:
@@ -92,7 +68,9 @@ def gpt(
     default as Megatron pads it.
     """
     sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_inner": 4 * hidden}
-    return Published(about, GPT | {"vocab_size": vocabulary} | sizes, lr, batch, 2048)
+    # GPT-3's context; GPT-2 itself has 1,024
+    fields = {"vocab_size": vocabulary, "n_positions": 2048, **sizes}
+    return Published(about, "gpt2", fields, lr, batch, 2048)
 
 
 GPTS = {
@@ -123,32 +101,18 @@ GPTS = {
 
 
 # 1 and 2: positions without scaling, a small vocabulary
-LLAMA = {
-    **FRESH,
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "mlp_bias": False,
-}
-LLAMA_1 = LLAMA | {"max_position_embeddings": 2048, "rms_norm_eps": 1e-06}
-LLAMA_2 = LLAMA | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-05}
-LLAMA_3 = {
-    **FRESH,
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
+LLAMA_1 = {"vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-06}
+LLAMA_2 = LLAMA_1 | {"max_position_embeddings": 4096, "rms_norm_eps": 1e-05}
+# before its context was lengthened
+LLAMA_3_0 = {
     "vocab_size": 128256,
     "num_key_value_heads": 8,
-    "hidden_act": "silu",
-    "max_position_embeddings": 131072,
-    "initializer_range": 0.02,
+    "max_position_embeddings": 8192,
     "rms_norm_eps": 1e-05,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+LLAMA_3 = LLAMA_3_0 | {
+    "max_position_embeddings": 131072,
     "rope_parameters": {
         "rope_type": "llama3",
         "rope_theta": 500000.0,
@@ -157,34 +121,47 @@ LLAMA_3 = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     },
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "mlp_bias": False,
-}
-# before its context was lengthened
-LLAMA_3_0 = LLAMA_3 | {
-    "max_position_embeddings": 8192,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
 
 
 def llama(
     about: str,
-    family: dict[str, Any],
+    generation: dict[str, Any],
     shape: tuple[int, int, int, int],
     lr: float,
     batch: int,
     **fields: Any,
 ) -> Published:
-    """Return the table row of a Llama: its config.json, with the `shape` (hidden size, intermediate
-    size, layers, query heads) and all other fields from `family` and `fields`, and how it is
-    pretrained, on sequences of 8,192 tokens or of the model's maximum if that is less. `about`:
-    text of the recipe; `lr`: peak learning rate; `batch`: sequences per step.
+    """Return the table row of a Llama: its config.json, with the SHAPE fields and all others that
+    differ from the defaults in `generation` and `fields`, and how it is pretrained, on sequences of
+    8,192 tokens or of the model's maximum if that is less. `about`: text of the recipe; `lr`: peak
+    learning rate; `batch`: sequences per step.
     """
-    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    model = family | dict(zip(names, shape, strict=True)) | fields
-    return Published(about, model, lr, batch, min(8192, model["max_position_embeddings"]))
+    fields = generation | dict(zip(SHAPE, shape, strict=True)) | {"head_dim": 128} | fields
+    return Published(
+        about, "llama", fields, lr, batch, min(8192, fields["max_position_embeddings"])
+    )
+
+
+SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+
+
+def small_llama(
+    vocab_size: int, shape: tuple[int, int, int, int], head_dim: int, positions: int
+) -> ModelConfig:
+    """Return a Llama that a CPU trains in minutes, with the SHAPE fields, tied embeddings, two
+    key-value heads and at most `positions` tokens in a sequence.
+    """
+    fields = {
+        "vocab_size": vocab_size,
+        **dict(zip(SHAPE, shape, strict=True)),
+        "num_key_value_heads": 2,
+        "head_dim": head_dim,
+        "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-05,
+        "tie_word_embeddings": True,
+    }
+    return model_from_fields("llama", fields)
 
 
 LLAMAS = {
@@ -199,14 +176,10 @@ LLAMAS = {
         rope_parameters=LLAMA_3["rope_parameters"] | {"factor": 32.0},
         tie_word_embeddings=True,
     ),
-    "llama-8b": llama(
-        "the shape of Llama 3.1 8B", LLAMA_3, (4096, 14336, 32, 32), 3e-4, 512, head_dim=128
-    ),
-    "llama-70b": llama(
-        "the shape of Llama 3.1 70B", LLAMA_3, (8192, 28672, 80, 64), 1.5e-4, 1024, head_dim=128
-    ),
+    "llama-8b": llama("the shape of Llama 3.1 8B", LLAMA_3, (4096, 14336, 32, 32), 3e-4, 512),
+    "llama-70b": llama("the shape of Llama 3.1 70B", LLAMA_3, (8192, 28672, 80, 64), 1.5e-4, 1024),
     "llama-405b": llama(
-        "the shape of Llama 3.1 405B", LLAMA_3, (16384, 53248, 126, 128), 8e-5, 2048, head_dim=128
+        "the shape of Llama 3.1 405B", LLAMA_3, (16384, 53248, 126, 128), 8e-5, 2048
     ),
     # 4 M tokens per step, as in 2302.13971
     "llama-7b": llama(
@@ -236,11 +209,9 @@ LLAMAS = {
         1024,
         num_key_value_heads=8,
     ),
-    "llama-3-8b": llama(
-        "the shape of Llama 3 8B", LLAMA_3_0, (4096, 14336, 32, 32), 3e-4, 512, head_dim=128
-    ),
+    "llama-3-8b": llama("the shape of Llama 3 8B", LLAMA_3_0, (4096, 14336, 32, 32), 3e-4, 512),
     "llama-3-70b": llama(
-        "the shape of Llama 3 70B", LLAMA_3_0, (8192, 28672, 80, 64), 1.5e-4, 1024, head_dim=128
+        "the shape of Llama 3 70B", LLAMA_3_0, (8192, 28672, 80, 64), 1.5e-4, 1024
     ),
 }
 
@@ -252,7 +223,8 @@ def make_recipe(name: str, published: Published) -> Callable[[], RunConfig]:
 
     def recipe() -> RunConfig:
         """Return the configuration of the run that pretrains this model."""
-        return large(name, published.model, published.lr, published.batch, published.length)
+        model = model_from_fields(published.model_type, published.fields)
+        return large(name, model, published.lr, published.batch, published.length)
 
     recipe.__doc__ = published.about
     return recipe
@@ -315,30 +287,10 @@ def ppo() -> RunConfig:
     """PPO with a critic and the rewards of --reward; without --init and --data.path, of a small
     model and prompts that are on every machine
     """
-    model = {
-        **FRESH,
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 176,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "hidden_act": "silu",
-        "max_position_embeddings": 128,
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-05,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "mlp_bias": False,
-    }
+    model = small_llama(vocab_size=512, shape=(64, 176, 2, 4), head_dim=16, positions=128)
     return RunConfig(
         name="ppo",
-        model=ModelConfig(model),
+        model=model,
         data=DataConfig(rows="prompts", path=("python-standard-library",), tokenizer="bpe:512"),
         objective=ObjectiveConfig(name="ppo"),
         # short completions, as the model is a toy
