@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from jaxtyping import Shaped
 from torch import Tensor
@@ -69,16 +68,6 @@ class RunCheckpoint(WeightsAlone):
     def tokenizer(self) -> Path | None:
         """The run's tokenizer folder; None if it is no longer there."""
         return _tokenizer(self.where)
-
-    @property
-    def generation_config(self) -> dict[str, Any]:
-        """Empty: a run has no generation_config.json."""
-        return {}
-
-    @property
-    def transformers(self) -> None:
-        """None: transformers cannot load a run."""
-        return None
 
     @property
     def scaling(self) -> Scales:

@@ -113,6 +113,14 @@ def read_config(folder: Path | str) -> ModelConfig:
     return special_tokens.add_special_ids(model, {}, lambda: tokens_by_name(folder))
 
 
+def generation_config(folder: Path) -> dict[str, Any]:
+    """Return the content of the folder's generation_config.json; empty where there is none. Raises
+    Refused for a malformed one.
+    """
+    file = folder / "generation_config.json"
+    return gate.read_json(file, kinds.GENERATION_CONFIG) if file.is_file() else {}
+
+
 def tokens_by_name(folder: Path | str) -> dict[str, int]:
     """Return token -> id from the folder's tokenizer JSON files (vocabulary, added tokens), without
     building a tokenizer. Empty where there are none. Raises Refused for a malformed file.
@@ -157,11 +165,6 @@ class Transformers(WeightsAlone):
         return self.model.spec
 
     @property
-    def iteration(self) -> None:
-        """None: transformers does not record updates."""
-        return None
-
-    @property
     def tokenizer(self) -> Path | None:
         """The folder itself, if it has tokenizer files, else None."""
         return self.where if tokenizer_files(self.where) else None
@@ -169,8 +172,7 @@ class Transformers(WeightsAlone):
     @property
     def generation_config(self) -> dict[str, Any]:
         """Content of generation_config.json, empty where there is none."""
-        file = self.where / "generation_config.json"
-        return gate.read_json(file, kinds.GENERATION_CONFIG) if file.is_file() else {}
+        return generation_config(self.where)
 
     @property
     def transformers(self) -> Path | None:

@@ -116,11 +116,6 @@ class Consolidated(WeightsAlone, Joined):
         return f"{self.where}, Meta's files of {plural(len(self.ranks), 'rank')}"
 
     @property
-    def iteration(self) -> None:
-        """None: the files do not record updates."""
-        return None
-
-    @property
     def specs(self) -> Mapping[str, Spec]:
         """Shape and stored dtype of each parameter. Raises KeyError or ValueError where stored
         tensors do not fit the model.

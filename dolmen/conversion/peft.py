@@ -29,7 +29,7 @@ from torch import Tensor
 from dolmen.conversion import peft_config, writing
 from dolmen.conversion.checkpoint import RunCheckpoint
 from dolmen.conversion.hf import ADAPTER_FILES, copy_tokenizer, tokenizer_files
-from dolmen.conversion.weights import Scales, WeightsAlone
+from dolmen.conversion.weights import WeightsAlone
 from dolmen.core.filesystem import expand
 from dolmen.families import ModelConfig, weight_map
 from dolmen.families.rules import Rename, Transpose
@@ -302,11 +302,6 @@ class Adapted(WeightsAlone):
         return self.base.spec
 
     @property
-    def iteration(self) -> None:
-        """None: PEFT does not record updates."""
-        return None
-
-    @property
     def tokenizer(self) -> Path | None:
         """The adapters' tokenizer, whose chat template they were trained with, else the base's."""
         return self.where if tokenizer_files(self.where) else self.base.tokenizer
@@ -315,16 +310,6 @@ class Adapted(WeightsAlone):
     def generation_config(self) -> dict[str, Any]:
         """Generation config of the base."""
         return self.base.generation_config
-
-    @property
-    def transformers(self) -> None:
-        """None: transformers would load the base without the adapters."""
-        return None
-
-    @property
-    def scaling(self) -> Scales:
-        """Empty: merged weights have no fp8 scales."""
-        return {}
 
     @property
     def specs(self) -> Mapping[str, Spec]:

@@ -12,11 +12,10 @@ from typing import Any
 from jaxtyping import Shaped
 from torch import Tensor
 
-from dolmen.conversion.hf import read_config, tokenizer_files
+from dolmen.conversion.hf import generation_config, read_config, tokenizer_files
 from dolmen.conversion.weights import assemble
 from dolmen.families import ModelConfig, edit, families, model_from_spec
 from dolmen.families.rules import StoredTensor
-from dolmen.files import gate, kinds
 from dolmen.model.spec import ModelSpec
 
 FIRST = ("llama", "gpt2", "qwen2", "qwen3", "mixtral", "qwen3_moe")
@@ -46,14 +45,6 @@ def tokenizer(folder: Path) -> Path | None:
     """
     places = (folder, folder / "tokenizer")
     return next((place for place in places if place.is_dir() and tokenizer_files(place)), None)
-
-
-def generation_config(folder: Path) -> dict[str, Any]:
-    """Return the content of the folder's generation_config.json; empty where there is none. Raises
-    Refused for a malformed one.
-    """
-    file = folder / "generation_config.json"
-    return gate.read_json(file, kinds.GENERATION_CONFIG) if file.is_file() else {}
 
 
 def vocabulary(folder: Path, model: ModelConfig | None, rows: int | None) -> int | None:

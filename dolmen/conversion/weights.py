@@ -33,7 +33,7 @@ Invariants.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from jaxtyping import Float, Shaped
@@ -260,7 +260,24 @@ class Moments:
 
 
 class WeightsAlone:
-    """Base class of sources that store weights only: no masters, optimizer state or fp8 scales."""
+    """Base class of sources that store weights only: what `ModelSource` says of everything else.
+    Formats that have more override it.
+    """
+
+    @property
+    def iteration(self) -> int | None:
+        """None: the format does not record updates."""
+        return None
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """Empty: there is no generation_config.json."""
+        return {}
+
+    @property
+    def transformers(self) -> Path | None:
+        """None: transformers cannot load the folder."""
+        return None
 
     @property
     def precise(self) -> Self:
@@ -268,7 +285,7 @@ class WeightsAlone:
         return self
 
     @property
-    def moments(self) -> None:
+    def moments(self) -> Moments | None:
         """None: there is no optimizer state."""
         return None
 

@@ -291,19 +291,9 @@ class ExtendedSource(WeightsAlone):
         return self.model.spec
 
     @property
-    def iteration(self) -> None:
-        """None (training step of the source): an extended model starts a new run."""
-        return None
-
-    @property
     def generation_config(self) -> dict[str, Any]:
         """Content of the original model's generation_config.json: new tokens do not change it."""
         return self.source.generation_config
-
-    @property
-    def transformers(self) -> None:
-        """None (the folder that transformers can open): no folder has the extended model yet."""
-        return None
 
     @cached_property
     def specs(self) -> Mapping[str, Spec]:
