@@ -87,7 +87,13 @@ def test_one_wait_and_little_more_pinned_memory_than_numbers(gpu):
     assert sum(gpu.sizes) <= 1.02 * sum(-(-t.nbytes // 256) * 256 for t in given.values())
 
 
-@pytest.mark.parametrize("name", [n for n, recipe in RECIPES.items() if recipe().model])
+MODELS = [name for name, recipe in RECIPES.items() if recipe().model]
+FEW = ("quickstart", "llama-8b", "llama-405b", "gpt3-175b", "mixtral-8x7b", "bert")
+
+
+@pytest.mark.parametrize(
+    "name", [*FEW, *(pytest.param(n, marks=pytest.mark.full) for n in MODELS if n not in FEW)]
+)
 def test_pinned_memory_is_little_more_than_what_is_written(name):
     """Of weights in fp32 and two averages, cut for so many ranks; the allocator rounds up to powers
     of 2.

@@ -221,3 +221,145 @@ def test_attention_probabilities_that_differ():
     masked = scores_cause(plain, plain, narrow)
     assert masked.kind == "another mask"
     assert masked.text == "only in B does token 2 attend to token 0"
+
+
+def of_heads(t, change):
+    """Rows of a weight as [heads, size, columns], changed."""
+    return change(t.unflatten(0, (4, 8))).reshape(t.shape).contiguous()
+
+
+Y = X.unflatten(0, (-1, LENGTH))
+Q, UP = ("weights", "layers.0.attn.q.weight"), ("forward", "layers.0.mlp.act")
+SHIFTS = {1: "1 position", -1: "1 position", 2: "2 positions", -2: "2 positions"}
+
+
+@pytest.mark.parametrize(
+    "place, a, b, text",
+    [
+        (Q, W.roll(16, 1), W, "the halves of dim 1 are exchanged"),
+        (Q, W.roll(16, 0), W, "the halves of dim 0 are exchanged"),
+        (Q, of_heads(W, lambda t: t[[2, 0, 1, 3]]), W, "A's heads are B's [2, 0, 1, 3]"),
+        (Q, of_heads(W, lambda t: t.roll(4, 1)), W, "the halves of each head are exchanged"),
+        (
+            Q,
+            of_heads(W, lambda t: t.unflatten(1, (2, 4)).transpose(1, 2).flatten(1, 2)),
+            W,
+            "A's pairs of rope are adjacent elements, B's are halves",
+        ),
+        (
+            Q,
+            of_heads(W, lambda t: t.unflatten(1, (4, 2)).transpose(1, 2).flatten(1, 2)),
+            W,
+            "A's pairs of rope are halves, B's are adjacent elements",
+        ),
+        *(
+            (UP, Y.roll(by, 1).flatten(0, 1), X, f"A's tokens are shifted by {words}")
+            for by, words in SHIFTS.items()
+        ),
+        (
+            ("forward", "layers.0.mlp_norm"),
+            (Y + Y[:1]).flatten(0, 1),
+            X,
+            "the same is added in every sequence",
+        ),
+        (
+            ("forward", "layers.0.mlp_norm"),
+            X + X[0],
+            X,
+            "the same vector is added to every token: a bias",
+        ),
+        (("weights", "final_norm.weight"), X[0] - 0.5, X[0], "-0.5 everywhere"),
+        (("gradients", "layers.0.mlp.up.weight"), -2.5 * W, W, "A is -2.5 times B"),
+        (
+            UP,
+            X * (1 + X[:, :1].abs()),
+            X,
+            "another factor for each token, such as a norm's",
+        ),
+        (UP, X * (1 + X[:1].abs()), X, "another factor for each column, as a weight does"),
+        (
+            UP,
+            torch.where(torch.arange(2 * LENGTH)[:, None] % LENGTH < 3, X.sin(), X),
+            X,
+            "only tokens up to position 2 differ",
+        ),
+        (
+            UP,
+            torch.where(torch.arange(32) >= 16, X.sin(), X),
+            X,
+            "16 of 32 columns differ, from 16 on",
+        ),
+        (
+            Q,
+            torch.where(torch.arange(32)[:, None] % 8 == 5, W.sin(), W),
+            W,
+            "4 of 32 rows differ, from 5 on",
+        ),
+        (
+            UP,
+            torch.where(torch.arange(32) == 3, torch.inf, X),
+            X,
+            f"{2 * LENGTH} elements of A are not finite",
+        ),
+        (("forward", "layers.0.attn.sums"), 0 * X, X, "A has zeros"),
+    ],
+)
+def test_a_cause_in_words(place, a, b, text):
+    found = reported_cause(*place, [a.contiguous()], b)
+    assert found.text == text and found.axis is None
+
+
+def test_what_is_on_one_side_alone_or_of_another_shape():
+    name = "forward", "layers.0.mlp.act"
+    one, other = side({name: [X]}), side({})
+    row = TensorComparison(*name, 1.0, 0.0)
+    assert classify(one, other, row).text == "only A has it"
+    assert classify(other, one, row).text == "only B has it"
+    cut = side({name: [X[:, :16]]})
+    assert classify(one, cut, row).text == "[12, 32] in A, [12, 16] in B"
+    number = TensorComparison("numbers", "loss", 1.0, 0.0, note="2 and 3")
+    assert classify(one, other, number).text == "loss: 2 and 3"
+
+
+def test_two_tensors_that_were_exchanged_and_one_that_was_taken():
+    gate, up = random(48, 32), random(48, 32).flip(0).sin()
+    names = [("weights", f"layers.0.mlp.{word}.weight") for word in ("gate", "up")]
+    a = side(dict(zip(names, ([up], [gate]), strict=True)))
+    b = side(dict(zip(names, ([gate], [up]), strict=True)))
+    found = classify(a, b, TensorComparison(*names[0], 1.0, 0.0))
+    assert found.text == "exchanged with layers.0.mlp.up.weight"
+    # of another layer nothing is taken
+    far = ("weights", "layers.1.mlp.up.weight")
+    a, b = side({names[0]: [up], far: [gate]}), side({names[0]: [gate], far: [up]})
+    found = classify(a, b, TensorComparison(*names[0], 1.0, 0.0))
+    assert found.kind == "other values"
+
+
+@pytest.mark.parametrize("axis", ("tp", "dp"))
+def test_parts_and_sums_of_ranks_in_words(axis):
+    name = "weights", "layers.0.attn.q.weight"
+    row = TensorComparison(*name, 1.0, 0.0)
+
+    def cause(pieces: list) -> str:
+        shards = [
+            RecordedShard(rank, (slice(begin, begin + len(values)), slice(0, 32)), values)
+            for rank, (begin, values) in enumerate(pieces)
+        ]
+        recording = Recording(
+            "",
+            Topology(**{axis: 2}),
+            torch.float32,
+            torch.float32,
+            {name: Recorded((32, 32), pieces=shards)},
+        )
+        return classify(Side(recording, TREE, LENGTH), side({name: [W]}), row).text
+
+    assert cause([(0, W[16:]), (16, W[:16])]) == f"rank 0 holds the shard of rank 1 along {axis}"
+    half = f"rank 0 of {axis} holds 1/2 of the right value"
+    assert cause([(0, W[:16] / 2), (16, W[16:] / 2)]) == half
+    assert (
+        cause([(0, 2 * W[:16]), (16, W[16:])]) == f"rank 0 of {axis} holds 2 times the right value"
+    )
+    parts = W / 3, W * 2 / 3 + 0
+    said = f"the sum of the {axis} ranks' values is right: they were not all-reduced"
+    assert cause([(0, parts[0]), (0, parts[1])]) == said

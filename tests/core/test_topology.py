@@ -45,7 +45,7 @@ def test_the_order_of_ranks():
     assert topology.ends(7) == topology.ends(19) == (7, 19)
 
 
-@pytest.mark.parametrize("world", [3072, 24576])
+@pytest.mark.parametrize("world", [3072, pytest.param(24576, marks=pytest.mark.full)])
 def test_every_group_of_a_cluster(world):
     """A matter of arithmetic: 0.4 s for both."""
     topology = Topology(dp=world // 512, tp=8, pp=64, ep=world // 512)

@@ -225,8 +225,15 @@ def observed(zero: int, dp: int, microbatches: int, compute: torch.dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compute", (torch.float32, torch.bfloat16), ids=str)
-@pytest.mark.parametrize("microbatches", (1, 2))
+@pytest.mark.parametrize(
+    "microbatches, compute",
+    (
+        (1, torch.float32),
+        (2, torch.float32),
+        (2, torch.bfloat16),
+        pytest.param(1, torch.bfloat16, marks=pytest.mark.full),
+    ),
+)
 @pytest.mark.parametrize("dp", (4, pytest.param(1, marks=pytest.mark.full)))
 @pytest.mark.parametrize("zero", range(4))
 def test_bytes(zero, dp, microbatches, compute):
