@@ -337,8 +337,10 @@ def parse_run(verb: str, argv: list[str]) -> "TrainRequest | DryrunRequest":
         unknown = [n for n, v in overrides.items() if isinstance(v, Words) and n[:6] != "model."]
         # a misspelled option comes before a folder that is taken: build_request refuses it
         if not unknown:
-            out = TrainRequest.from_config(run, LaunchOptions(out=extra.get("out")), name).out
-            _check_out({*extra}, out)
+            request = TrainRequest.from_config(run, LaunchOptions(out=extra.get("out")), name)
+            # the folder of a run at a URL is checked after that URL
+            if overrides.get("checkpoint.to", request.config.checkpoint.to) is None:
+                _check_out({*extra}, request.out)
         return build_request(name, overrides | extra)
     # a dry run writes no folder and resumes nothing
     if handling := [f.name for f in fields(LaunchOptions) if f.name in overrides]:

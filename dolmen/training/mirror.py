@@ -55,8 +55,14 @@ def check_out(out: Path, to: str | None, resume: bool, overwrite: bool) -> None:
 def check_url(url: str, resume: bool, overwrite: bool) -> None:
     """Raise ValueError if objects are at the URL of a run and it does not `resume` (`overwrite`
     deletes no objects), or if one of them, which no run has written, would be overwritten even
-    then, or the storage cannot be used. Raises StorageError where it does not answer.
+    then, or the storage cannot be used, or is a process's memory. Raises StorageError where it does
+    not answer.
     """
+    if url.startswith("memory://"):
+        raise Unusable(
+            f"{url} is in the memory of one process and ends with it: give another --out or "
+            "--checkpoint.to, such as file:///shared/run"
+        )
     files = RemoteFolder(url).files()
     files.pop(f"checkpoints/{WRITERS}", None)  # of a run that failed before it wrote anything else
     if files and overwrite:

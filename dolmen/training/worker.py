@@ -182,7 +182,9 @@ def _start_processes(request: TrainRequest, guarded: Guard) -> int:
     if world == 1 and not restarts:
         return guarded(lambda: finish_run(request, None, worker(request, None, device, prepared)))
     code = launcher.launch(world, ["train"], restarts, to_dict(request))
-    return code or (finish(resolved, request.out) if request.stop_after is None else 0)
+    if code or request.stop_after is not None:
+        return code
+    return guarded(lambda: finish(resolved, request.out))
 
 
 def count_processes(config: RunConfig, nproc: int | None) -> int | None:

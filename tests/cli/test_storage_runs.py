@@ -38,7 +38,8 @@ def test_resumed_on_another_machine_is_bitwise_never_moved(material, tmp_path, m
     assert dolmen(*words, 6, "--out", calm).code == 0
     result = dolmen(*words, 4, "--out", url)
     assert result.code == 0, result.err
-    assert not dolmen(*words, 4, "--out", url).code == 0
+    refused = dolmen(*words, 4, "--out", url)
+    assert refused.code == 2 and "--resume" in refused.words and "--over" not in refused.words
     refused = dolmen(*words, 4, "--out", url, "--overwrite")
     assert refused.code == 2 and "--overwrite deletes no objects: delete file://" in refused.words
     machine("second")
@@ -59,7 +60,7 @@ def test_resumed_on_another_machine_is_bitwise_never_moved(material, tmp_path, m
 
 def test_the_quickstart_runs_at_a_url(material, tmp_path, machine):
     """With its export, and a command for it that names the URL."""
-    url = "memory://bucket/quickstart"
+    url = f"file://{tmp_path}/bucket/quickstart"
     words = ("--layout.dp", 1, "--train.steps", 2, "--train.sequence-length", 16, *FIXED)
     words = (*words, "--data.path", material.docs, "--data.cache", tmp_path / "cache")
     words = (*words, "--model.vocab-size", 300, "--data.tokenizer", "bpe:300")
@@ -165,6 +166,11 @@ def test_a_local_run_is_uploaded_too(material, tmp_path, machine):
     (there / "hf/model.safetensors").write_bytes(damaged)
     refused = dolmen("export", f"{url}/hf", "--to", tmp_path / "third")
     assert refused.code == 2 and "model.safetensors: is not what was uploaded" in refused.words
+
+
+def test_the_memory_of_a_process(material):
+    refused = dolmen("train", material.file, "--out", "memory://bucket/run")
+    assert refused.code == 2 and "memory://bucket/run is in the memory of one" in refused.words
 
 
 def test_two_urls(material, tmp_path):

@@ -31,6 +31,7 @@ from dolmen.training import ray_train
 from dolmen.training import worker as workers
 from dolmen.training.checks.run import usable_processes
 from dolmen.training.folder import Unusable
+from dolmen.training.request import LaunchOptions, TrainRequest
 
 material = tinyrun.material
 QUIET = {"log.validate_every": 0, "optimizer.schedule": "constant"}
@@ -182,6 +183,17 @@ def test_what_is_no_bug_is_told_without_a_traceback(error, raised, final, tmp_pa
         raise error
     assert type(caught.value) is raised and getattr(caught.value, "final", None) is final
     assert error.args[-1] in str(caught.value)
+
+
+def test_the_end_of_a_run_of_several_processes_is_guarded(material, monkeypatch):
+    """Where it fails, as at a URL that another run has claimed, no traceback is shown."""
+    guarded = []
+    monkeypatch.setattr(workers.launcher, "launch", lambda *_: 0)
+    request = TrainRequest(material.config(layout={"dp": 2}), LaunchOptions(out="x"))
+    resolved = SimpleNamespace(config=request.config)
+    monkeypatch.setattr(workers, "prepare", lambda *_: SimpleNamespace(resolved=resolved))
+    assert workers._start_processes(request, lambda work: guarded.append(work) or 1) == 1
+    assert guarded
 
 
 @pytest.mark.parametrize("first", [True, False])
