@@ -1,13 +1,10 @@
-"""The figures of the page, as SVG that stands in it: matplotlib's, in the page's own type."""
+"""The figures of the page, as SVG that stands in it."""
 
-import io
-import re
 from collections.abc import Callable
+from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from benchmarks.rlhf import task
 from benchmarks.rlhf.checks import DRAWN, TIMES
@@ -16,42 +13,23 @@ from benchmarks.rlhf.measure import Measured
 from benchmarks.rlhf.outcomes import seeds
 from benchmarks.rlhf.series import kl_and_reward, series, smooth, story_kl
 from benchmarks.rlhf.stages import BOUND, FOLDER
+from dolmen.pages.picture import BLUE, FAINT, GREEN, INK, LINE, ORANGE, inline_svg
 
-INK, FAINT, LINE = "#22303c", "#5a6670", "#e3e0d8"
-COLOURS = {"grpo": "#1f5f8b", "ppo": "#b3541e", "dpo": "#4f7942", "sft": INK, "base": FAINT}
+COLOURS = {"grpo": BLUE, "ppo": ORANGE, "dpo": GREEN, "sft": INK, "base": FAINT}
 NAMES = {"base": "base", "sft": "SFT", "reward": "reward model", "dpo": "DPO", "grpo": "GRPO"}
 NAMES |= {"ppo": "PPO"}
-STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "rlhf",
-    "font.family": "sans-serif",
-    "font.sans-serif": ["Helvetica Neue", "Helvetica", "Arial", "DejaVu Sans"],
-    "font.size": 9.5,
-    "text.color": INK,
-    "axes.edgecolor": FAINT,
-    "axes.labelcolor": INK,
-    "axes.linewidth": 0.7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "xtick.color": FAINT,
-    "ytick.color": FAINT,
-    "xtick.major.width": 0.7,
-    "ytick.major.width": 0.7,
-    "lines.linewidth": 1.6,
-}
 
 
-def drawn(paint: Callable[..., None], panels: int, height: float = 2.9, *given: object) -> str:
+def drawn(
+    title: str, paint: Callable[..., None], panels: int, height: float, *given: object
+) -> str:
     """An <svg> of so many panels side by side, which `paint(axes, *given)` fills."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(9.2, height), layout="constrained")
-        axes = figure.subplots(1, panels, squeeze=False)[0]
-        paint(axes, *given)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None}, transparent=True)
-    return re.sub(r"^.*?(?=<svg)", "", out.getvalue(), flags=re.S)
+
+    def fill(figure: Any) -> None:
+        figure.set_figheight(height)
+        paint(figure.subplots(1, panels, squeeze=False)[0], *given)
+
+    return inline_svg(title, fill)
 
 
 def reward_and_kl(axes: np.ndarray, start: float) -> None:
@@ -148,7 +126,7 @@ def faults(axes: np.ndarray, recipe: str) -> None:
             kl_steps, kl = story_kl(folder(recipe, name, seed))
             below.plot(kl_steps, smooth(kl, 8), **style)
             label = "_"
-    above.legend(frameon=False, fontsize=8.5)
+    above.legend(fontsize=8.5)
     _level(below, BOUND, "bound")
     above.set(title="reward of drawn stories", ylim=(0, 1.02), xlabel="step")
     below.set(title="KL from the start, nats per story", ylim=(0, 2.5 * BOUND), xlabel="step")

@@ -5,7 +5,6 @@ import json
 import math
 import platform
 import re
-import string
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,7 +15,8 @@ from benchmarks.rlhf.faults import UNHELD
 from benchmarks.rlhf.figures import NAMES
 from benchmarks.rlhf.measure import Measured, kept
 from benchmarks.rlhf.stages import BOUND, FOLDER, STAGES
-from dolmen.pages.page import house_style
+from dolmen.core.messages import plural
+from dolmen.pages.page import figure, fill, table
 
 FILE = FOLDER / "rlhf.html"
 FORM = Path(__file__).with_name("page.html")
@@ -27,13 +27,14 @@ def write() -> Path:
     """Of what has been run. Returns the file."""
     found = kept(FOLDER / "measured.json")
     parts = {
-        "style": house_style(),
         "claims": _claims(checks.checked()),
         "measured": _measured(found),
         "stories": _stories(found),
-        "lessons": figures.drawn(figures.lessons, 3, 2.5),
-        "drawn": figures.drawn(figures.reward_and_kl, 2, 3.0, found["sft"].reward),
-        "frontier": figures.drawn(figures.frontier, 1, 4.2, found),
+        "lessons": figures.drawn("What is learned from what is given", figures.lessons, 3, 2.5),
+        "drawn": figures.drawn(
+            "Reward and KL while learning", figures.reward_and_kl, 2, 3.0, found["sft"].reward
+        ),
+        "frontier": figures.drawn("Reward over KL", figures.frontier, 1, 4.2, found),
         "controls": _controls(),
         "size": _size(),
         "answers": str(found["sft"].answers),
@@ -45,8 +46,7 @@ def write() -> Path:
         "commands": _commands(),
         "machine": f"{platform.machine()}, one thread per run, two runs at once",
     }
-    text = string.Template(FORM.read_text()).substitute(parts)
-    FILE.write_text(text)
+    FILE.write_text(fill(FORM, **parts))
     return FILE
 
 
@@ -67,16 +67,14 @@ def _claims(found: Iterable[checks.Check]) -> str:
 
 
 def _measured(found: dict[str, Measured]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in ("", "reward", "KL, nats", "best there", "fits"))
     rows = []
     for name, one in found.items():
-        kl = "–" if name in ("base", "sft") else f"{one.kl:.2f} ± {one.kl_error:.2f}"
-        best = "–" if name in ("base", "sft") else f"{_best(one.kl):.3f}"
-        rows.append(
-            f"<tr><td>{NAMES[name]}</td><td>{one.reward:.3f} ± {one.error:.3f}</td>"
-            f"<td>{kl}</td><td>{best}</td><td>{one.fits:.1%}</td></tr>"
-        )
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+        start = name in ("base", "sft")
+        kl = "–" if start else f"{one.kl:.2f} ± {one.kl_error:.2f}"
+        best = "–" if start else f"{_best(one.kl):.3f}"
+        reward = f"{one.reward:.3f} ± {one.error:.3f}"
+        rows.append((NAMES[name], reward, kl, best, f"{one.fits:.1%}"))
+    return table(rows, ("", "reward", "KL, nats", "best there", "fits"))
 
 
 def _best(kl: float) -> float:
@@ -129,18 +127,11 @@ def _controls_of(recipe: str) -> str:
         times = " · ".join(f"{one.times:.1f}" for one in found)
         kl = " · ".join(f"{one.kl:.1f}" for one in found)
         passed = sum(one.passes for one in found)
-        rows.append(
-            f"<tr><td>{name}</td><td>{times}</td><td>{kl}</td>"
-            f"<td>{passed} of {len(found)}</td></tr>"
-        )
-    head = "<tr><th></th><th>times the start’s reward</th><th>KL, nats</th><th>pass</th></tr>"
-    figure = figures.drawn(figures.faults, 2, 3.2, recipe)
-    run = len(outcomes.seeds(recipe))
-    caption = f"{NAMES[recipe]}: {run} {'seed' if run == 1 else 'seeds'} of each."
-    return (
-        f"<figure>{figure}<figcaption>{caption}</figcaption></figure>"
-        f"<table>{head}{''.join(rows)}</table>"
-    )
+        rows.append((name, times, kl, f"{passed} of {len(found)}"))
+    drawing = figures.drawn("Reward and KL of each fault", figures.faults, 2, 3.2, recipe)
+    caption = f"{NAMES[recipe]}: {plural(len(outcomes.seeds(recipe)), 'seed')} of each."
+    heads = ("", "times the start’s reward", "KL, nats", "pass")
+    return figure(f"faults-{recipe}", drawing, caption) + table(rows, heads)
 
 
 def _commands() -> str:

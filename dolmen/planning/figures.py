@@ -1,36 +1,63 @@
-"""Figures of the report of `dolmen plan`, each a function from a plan to a drawing (pages/page.py):
+"""Figures of the report of `dolmen plan`, each a function that draws a plan on a matplotlib figure:
 
-ranking, step              layouts by time, and the parts of their steps
-rank_memory, memory_along  memory of ranks by kind at the fullest moment, and along the schedule
-timeline                   the schedule, a row per pipeline rank
-traffic, cluster           what crosses each tier of the network in a step; how it is wired
-front                      GPUs against days and cost: the fleets of which no other is smaller
-                           and as fast
+paint_ranking, paint_step          layouts by time, and the parts of their steps
+paint_memory, paint_memory_course  memory of ranks by kind at the fullest moment, and over a step
+paint_timeline                     the schedule, a row per pipeline rank
+paint_traffic, paint_cluster       what crosses each tier of the network in a step; how it is wired
+paint_front                        GPUs against days and cost: the fleets of which no other is
+                                   smaller and as fast
 """
 
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from dolmen.pages.page import Drawing, Scale, axis, short, side
+from dolmen.core.log import size
+from dolmen.core.messages import plural
+from dolmen.pages.picture import (
+    BLUE,
+    FAINT,
+    INK,
+    INSIDE,
+    ORANGE,
+    PAPER,
+    RED,
+    Fill,
+    add_columns,
+    add_legend,
+)
+from dolmen.planning.draw import Panel, paint_panels
 from dolmen.planning.plan import Candidate, Fleet, Plan, StageMemory, Timeline, words
 
+GIB = 2**30
 MOST_LAYOUTS = 12
-BAR_ROW = 34.0
-BARS_LEFT, BARS_RIGHT = 280.0, 645.0
-PART_NAMES = {
-    "product": "matrix products",
-    "attention": "attention",
-    "memory": "memory-bound",
-    "host": "waiting for the host",
-    "tp": "tp",
-    "cp": "cp",
-    "ep": "ep",
-    "dp": "dp",
-    "pp": "pp",
-    "bubble": "bubble",
-    "optimizer": "optimizer",
+MOST_STEPS = 8
+MOST_COLUMNS = 32  # pipeline ranks
+PARTS = {
+    "product": Fill("matrix products", "#7fa9d6"),
+    "attention": Fill("attention", "#a9c5e6", "////"),
+    "memory": Fill("memory-bound", "#d3e1f2", "\\\\\\\\"),
+    "host": Fill("waiting for the host", "#e6e2d8", "||||"),
+    "tp": Fill("tp", "#e58f7b", "----"),
+    "cp": Fill("cp", "#f0b9a9", "xxx"),
+    "ep": Fill("ep", "#f6d9c6", "//||"),
+    "dp": Fill("dp", "#eeb06d", "//////"),
+    "pp": Fill("pp", "#c9b3d9", "-----"),
+    "bubble": Fill("bubble", "#f6f5ee", "///"),
+    "optimizer": Fill("optimizer", "#93bf8c", "+++"),
 }
 """Parts of a step (step.Estimate), in the order of their bars."""
+KINDS = {
+    "parameter": Fill("parameters", "#7fa9d6"),
+    "compute": Fill("gathered parameters", "#a9c5e6", "////"),
+    "gradient": Fill("gradients", "#eeb06d", "----"),
+    "unsharded": Fill("unreduced gradients", "#f5d3ae", "-----"),
+    "optimizer": Fill("optimizer", "#93bf8c", "+++"),
+    "activation": Fill("activations", "#e58f7b", "\\\\\\\\"),
+    "buffer": Fill("buffers", "#c9b3d9", "||||"),
+    "other": Fill("context and workspace", "#e6e2d8", "xxx"),
+}
+"""Kinds of memory, from the bottom of a column up."""
 MESH = {f"layout.{axis}" for axis in ("tp", "cp", "pp", "dp", "ep")}
 BRIEF = {
     "microbatch-size": "microbatch",
@@ -39,113 +66,228 @@ BRIEF = {
     "virtual-stages": "v",
     "recompute-layers": "layers",
 }
-FILL = {"memory": "memory-bound"}  # in memory's own figure the word means something else
+COURSES = ((INK, "-"), (BLUE, "--"), (ORANGE, ":"))
+LIMIT = {"color": RED, "linestyle": (0, (5, 3)), "linewidth": 1.5}
 
 
-def ranking(plan: Plan) -> Drawing:
-    """Return the drawing of the seconds of a step with their 90 % intervals, a row per layout, the
-    fastest first (12 at most), with throughput, MFU, memory and bottleneck.
+def paint_ranking(figure: Any, plan: Plan) -> None:
+    """Draw the seconds of a step with their 90 % intervals, a row per layout, the fastest first (12
+    at most), with throughput, MFU, memory and bottleneck.
     """
     candidates = plan.ranked[:MOST_LAYOUTS]
-    bottom = 30 + BAR_ROW * len(candidates)
-    drawing = Drawing("Seconds of a step by layout", bottom + 40)
-    # from 0, so that lengths are comparable
-    scale = Scale(0, max(c.estimate.high for c in candidates) * 1.02, BARS_LEFT, BARS_RIGHT)
-    axis(drawing, scale, bottom, "seconds of a step, and 90 % interval", 22)
-    for x, title in ((715, "tokens/s"), (775, "MFU"), (840, "memory"), (912, "bound by")):
-        drawing.text(x, 14, title, "label", "end")
-    for i, candidate in enumerate(candidates):
-        y, estimate = 30 + BAR_ROW * (i + 0.5), candidate.estimate
-        draw_name(drawing, candidate, y, i == 0)
-        drawing.line([(scale(estimate.low), y), (scale(estimate.high), y)], "whisker")
-        for end in (estimate.low, estimate.high):
-            drawing.line([(scale(end), y - 4), (scale(end), y + 4)], "whisker")
-        seconds = f"{estimate.seconds:.4g} s, {estimate.low:.4g} to {estimate.high:.4g}"
-        hint = f"{candidate.words}: {seconds}"
-        drawing.dot(scale(estimate.seconds), y, hint)
-        cells = (
-            (715, f"{plan.step_tokens / estimate.seconds:,.0f}"),
-            (775, f"{candidate.mfu:.1%}"),
-            (840, f"{candidate.fullest / 2**30:.1f} GiB"),
-            (912, candidate.bound),
+    axes = _add_rows(figure, [_name(candidate) for candidate in candidates])
+    for row, candidate in enumerate(candidates):
+        _add_interval(axes, candidate.estimate, row, f"{candidate.words}: ")
+    cells = [
+        (
+            f"{plan.step_tokens / candidate.estimate.seconds:,.0f}",
+            f"{candidate.mfu:.1%}",
+            f"{candidate.fullest / GIB:.1f} GiB",
+            candidate.bound,
         )
-        for x, cell in cells:
-            drawing.text(x, y + 4, cell, "", "end")
-    return drawing
+        for candidate in candidates
+    ]
+    add_columns(axes, {"tokens/s": 50, "MFU": 90, "memory": 144, "bound by": 200}, cells)
+    # from 0, so that lengths are comparable
+    axes.set(xlim=(0, None), xlabel="seconds of a step, and 90 % interval")
 
 
-def step(plan: Plan) -> Drawing:
-    """Return the drawing of the parts of a step (products, communication, bubble, ...) as a stacked
-    bar, for the best eight layouts.
+def paint_step(figure: Any, plan: Plan) -> None:
+    """Draw the parts of a step (products, communication, bubble, ...) as a stacked bar, for the
+    best eight layouts.
     """
-    candidates = plan.ranked[:8]
-    bottom = 60 + BAR_ROW * len(candidates)
-    drawing = Drawing("Parts of a step", bottom + 40)
+    candidates = plan.ranked[:MOST_STEPS]
+    axes = _add_rows(figure, [_name(candidate) for candidate in candidates], legend=2)
+    longest = max(candidate.estimate.seconds for candidate in candidates)
+    for row, candidate in enumerate(candidates):
+        parts = candidate.estimate.parts
+        _stack(axes.barh, row, parts, PARTS, "", "s")
+        start = 0.0
+        for part in PARTS:
+            seconds = parts.get(part, 0.0)
+            # room for "12%"
+            if seconds > 0.045 * longest:
+                share = f"{seconds / candidate.estimate.seconds:.0%}"
+                _label(axes, start + seconds / 2, row, share, PARTS[part])
+            start += seconds
+    axes.set(xlim=(0, longest * 1.02), xlabel="seconds")
     # only parts that occur
-    names = {
-        n: w
-        for n, w in PART_NAMES.items()
-        if any(c.estimate.parts.get(n, 0) > 0 for c in candidates)
-    }
-    half = -(-len(names) // 2)
-    for y, part in ((14, list(names)[:half]), (36, list(names)[half:])):
-        drawing.legend({FILL.get(n, n): names[n] for n in part}, y, 0)
-    scale = Scale(0, max(c.estimate.seconds for c in candidates) * 1.02, BARS_LEFT, 900)
-    axis(drawing, scale, bottom, "seconds", 52)
-    for i, candidate in enumerate(candidates):
-        y = 60 + BAR_ROW * i
-        draw_name(drawing, candidate, y + BAR_ROW / 2 - 3, i == 0)
-        _draw_bar(drawing, candidate, scale, y, names)
-    return drawing
+    used = [f for n, f in PARTS.items() if any(c.estimate.parts.get(n, 0) > 0 for c in candidates)]
+    add_legend(figure, used, -(-len(used) // 2))
 
 
-def draw_name(drawing: Drawing, candidate: Candidate, y: float, best: bool) -> None:
-    """Write a layout left of its row at height `y`: the mesh, and below it, smaller, the other
-    options. `best`: in bold.
+def paint_memory(figure: Any, plan: Plan) -> None:
+    """Draw the best layout's peak memory, a column per pipeline rank (at most 32, evenly chosen),
+    stacked by kind in GiB, below a line at the device's limit.
     """
-    mesh = {name: value for name, value in candidate.layout.items() if name in MESH}
-    rest = words({name: value for name, value in candidate.layout.items() if name not in MESH})
-    for long, brief in BRIEF.items():
-        rest = rest.replace(long, brief)
-    # characters that fit left of the bars
-    below = textwrap.wrap(rest, 50)
-    top = y + 4 - 5.5 * len(below)
-    drawing.text(BARS_LEFT - 12, top, words(mesh) or "one GPU", "strong" if best else "", "end")
-    for i, line in enumerate(below, 1):
-        drawing.text(BARS_LEFT - 12, top + 11 * i, line, "tiny", "end")
+    figure.set_figheight(3.6)
+    axes = figure.subplots()
+    memory = plan.ranked[0].memory
+    ranks = evenly(len(memory), MOST_COLUMNS)
+    for place, rank in enumerate(ranks):
+        amounts = {kind: kind_bytes(memory[rank], kind) / GIB for kind in KINDS}
+        top = _stack(axes.bar, place, amounts, KINDS, f"rank {rank}, ", "GiB")
+        # room for a number
+        if len(ranks) < 25:
+            axes.annotate(f"{top:.1f}", (place, top), (0, 3), **ABOVE, ha="center", size=8)
+    _add_limit(axes, plan)
+    axes.set(xlabel="pipeline rank", ylabel="GiB")
+    axes.set_xticks(range(len(ranks)), map(str, ranks))
+    axes.grid(axis="y")
+    add_legend(figure, list(KINDS.values()), 4)
 
 
-def _draw_bar(
-    drawing: Drawing, candidate: Candidate, scale: Scale, y: float, names: dict[str, str]
+def paint_memory_course(figure: Any, plan: Plan) -> None:
+    """Draw the memory of the first, a middle and the last pipeline rank over the time of a step,
+    for the best layout.
+    """
+    axes = figure.subplots()
+    memory = plan.ranked[0].memory
+    for rank, (colour, dash) in zip(evenly(len(memory), 3), COURSES, strict=False):
+        seconds, held = [0.0], []
+        levels = memory_course(memory[rank], plan.timeline, rank)
+        held.append(levels[0][0])
+        for (during, after), times in zip(
+            levels, plan.timeline.simulation.times[rank], strict=True
+        ):
+            # a step up as the action starts
+            seconds += [times[0], times[0], times[1], times[1]]
+            held += [held[-1], during, during, after]
+        gib = [count / GIB for count in held]
+        axes.plot(seconds, gib, color=colour, linestyle=dash, label=f"rank {rank}")
+    _add_limit(axes, plan)
+    axes.set(xlabel="seconds", ylabel="GiB", xlim=(0, plan.timeline.simulation.span))
+    axes.grid()
+    figure.legend(loc="outside upper left", ncols=3)
+
+
+def paint_timeline(figure: Any, plan: Plan) -> None:
+    """Draw the best layout's pipeline schedule (at most 16 ranks, evenly chosen), or its beginning
+    and end if a rank has more than 240 actions.
+    """
+    schedule, simulation = plan.timeline
+    ranks = evenly(schedule.ranks, 16)
+    micros, step = schedule.micros, plan.ranked[0].estimate.seconds
+    title = f"{micros} microbatches in {simulation.span:.3g} s, of a step of {step:.3g} s"
+    parts = windows(plan.timeline)
+    panels = [
+        Panel(title if i == 0 else "the end", schedule, simulation, ranks, window)
+        for i, window in enumerate(parts)
+    ]
+    paint_panels(figure, panels, "seconds")
+
+
+def paint_traffic(figure: Any, plan: Plan) -> None:
+    """Draw the bytes that a GPU sends in a step: a bar per tier of the network, stacked by mesh
+    axis, with the time its link is busy.
+    """
+    rows = plan.ranked[0].traffic
+    if not rows:
+        return _write(figure, "Nothing crosses a link: every rank is alone on each axis.")
+    tiers = list(dict.fromkeys(row.tier for row in rows))
+    axes = _add_rows(figure, [[tier] for tier in tiers], legend=1)
+    for y, tier in enumerate(tiers):
+        crossing = [row for row in rows if row.tier == tier]
+        sent = {row.axis: row.sent / 1e9 for row in crossing}
+        total = _stack(axes.barh, y, sent, PARTS, f"{tier}, ", "GB")
+        busy = sum(row.seconds for row in crossing)
+        # over 100 %: the link bounds the step
+        share = busy / plan.ranked[0].estimate.seconds
+        text = f"{total:.3g} GB; busy {busy:.3g} s, {share:.0%} of the step"
+        axes.annotate(text, (total, y), (6, 0), textcoords="offset points", va="center", size=8)
+    # room for the text right of the longest bar
+    axes.set(xlim=(0, axes.get_xlim()[1] * 1.5), xlabel="GB that a GPU sends in a step")
+    add_legend(figure, [PARTS[axis] for axis in PARTS if any(r.axis == axis for r in rows)], 5)
+
+
+def paint_cluster(figure: Any, plan: Plan) -> None:
+    """Draw the cluster: a row per tier of switches that the plan's GPUs need, then the nodes, then
+    the GPUs of one node.
+    """
+    wired, used = plan.cluster, -(-plan.gpus // plan.cluster.gpus_per_node)
+    # the lowest, and those above a tier that is too small
+    tiers = [t for i, t in enumerate(wired.tiers) if i == 0 or wired.tiers[i - 1].nodes < used]
+    if wired.between is None or used == 1:
+        tiers = []
+    # switches of each tier that the plan's nodes need
+    switches = [(-(-used // tier.nodes), tier) for tier in reversed(tiers)]
+    rows = [(n, f"{tier.name}: {n:,} × up to {tier.nodes} nodes") for n, tier in switches]
+    link = "" if wired.between is None else f", {wired.between.bandwidth / 1e9:.0f} GB/s each way"
+    rows.append((used, f"{plural(used, 'node')} of {wired.gpus_per_node} GPUs{link}"))
+    device = wired.device
+    inside = f"{wired.inside.bandwidth / 1e9:.0f} GB/s each way, {device.memory / GIB:.0f} GiB each"
+    rows.append((wired.gpus_per_node, f"a node: {wired.gpus_per_node} {device.name}\n{inside}"))
+    figure.set_figheight(0.7 * len(rows))
+    axes = figure.subplots()
+    above: list[float] = []
+    for y, (count, text) in enumerate(rows):
+        places = box_places(count)
+        # the GPUs of one node all hang on its fabric
+        above = [0.5] if y == len(rows) - 1 else above
+        for i, x in enumerate(places):
+            if above:
+                top = above[i * len(above) // len(places)]
+                axes.plot((top, x), (y - 0.75, y - 0.25), color=FAINT, linewidth=0.8)
+        colour = "#7fa9d6" if y == len(rows) - 1 else "#d3e1f2"
+        axes.bar(places, -0.5, 0.8 / max(4, len(places)), y + 0.25, color=colour)
+        if count > MOST_BOXES:
+            axes.text(places[-2], y, "…", color=INSIDE, ha="center", va="center", weight="bold")
+        axes.text(1.03, y, text, va="center")
+        above = places
+    axes.set(xlim=(0, 1), ylim=(len(rows) - 0.4, -0.6))
+    axes.axis("off")
+
+
+def paint_front(figure: Any, plan: Plan) -> None:
+    """Draw GPUs against days for each number of GPUs, and beside it cost against days, or GPU-days
+    where no price is known.
+    """
+    if not plan.fleets:
+        return _write(figure, "The plan has only one number of GPUs.")
+    left, right = figure.subplots(1, 2)
+    _paint_fleets(left, plan, {"GPUs": lambda fleet: fleet.gpus}, "GPUs")
+    # a curve for each price that is known
+    costs: dict[str, Callable[[Fleet], float]] = {}
+    if plan.prices.rent:
+        costs["rented"] = plan.rent_cost
+    if plan.prices.node:
+        costs["owned"] = plan.owning_cost
+    if costs:
+        _paint_fleets(right, plan, costs, "cost (in the currency of the prices)")
+    else:
+        days = {"GPU-days": lambda fleet: fleet.gpus * plan.days(fleet.estimate).seconds}
+        _paint_fleets(right, plan, days, "GPU-days")
+
+
+def _paint_fleets(
+    axes: Any, plan: Plan, worths: Mapping[str, Callable[[Fleet], float]], title: str
 ) -> None:
-    """Draw the stacked bar of a layout's step at height `y`, with shares where they fit. `names`:
-    parts and their texts, in order.
+    """Draw one panel: days against each of `worths` (name -> value of a fleet), the front as a
+    line, all fleets as dots with intervals. `title`: of the vertical axis.
     """
-    before = 0.0
-    for name, label in names.items():
-        seconds = candidate.estimate.parts.get(name, 0.0)
-        x, width = scale(before), scale(before + seconds) - scale(before)
-        share = seconds / candidate.estimate.seconds
-        drawing.box(x, y, width, BAR_ROW - 6, FILL.get(name, name), f"{label}: {seconds:.4g} s")
-        # pixels that "12%" takes
-        if width > 34:
-            drawing.text(x + width / 2, y + 14, f"{share:.0%}", "inside", "middle")
-        before += seconds
-
-
-GIB = 2**30
-KINDS = {
-    "parameter": "parameters",
-    "compute": "gathered parameters",
-    "gradient": "gradients",
-    "unsharded": "unreduced gradients",
-    "optimizer": "optimizer",
-    "activation": "activations",
-    "buffer": "buffers",
-    "other": "context and workspace",
-}
-LEFT, RIGHT = 60.0, 900.0
-MOST_COLUMNS = 32
+    front = plan.front
+    for (name, worth), (colour, dash) in zip(worths.items(), COURSES, strict=False):
+        days = [plan.days(fleet.estimate).seconds for fleet in front]
+        axes.plot(days, [*map(worth, front)], color=colour, linestyle=dash, label=name)
+        for fleet in plan.fleets:
+            hint = f"{fleet.gpus:,} GPUs, {fleet.words}: {title} {worth(fleet):,.0f}, days "
+            # hollow if another fleet is better
+            _add_interval(axes, plan.days(fleet.estimate), worth(fleet), hint, fleet in front)
+            if len(worths) == 1 and title == "GPUs":
+                place = plan.days(fleet.estimate).seconds, fleet.gpus
+                axes.annotate(f"{fleet.gpus:,}", place, (6, 5), **ABOVE, size=8)
+    # halving the days doubles the GPUs: a straight line
+    values = [worth(fleet) for worth in worths.values() for fleet in plan.fleets]
+    low, high = min(values) / 1.3, max(values) * 1.3
+    axes.set(xscale="log", yscale="log", ylim=(low, high), ylabel=title)
+    axes.set_xlabel(f"days for {size(plan.budget)} tokens, and 90 % interval")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(subs=(1, 2, 5))
+        axis.set_major_formatter(lambda value, _: size(value))
+    axes.minorticks_off()
+    axes.grid()
+    if len(worths) > 1:
+        axes.legend()
 
 
 def evenly(count: int, most: int) -> list[int]:
@@ -157,72 +299,12 @@ def evenly(count: int, most: int) -> list[int]:
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
-def rank_memory(plan: Plan) -> Drawing:
-    """Return the drawing of the best layout's peak memory, a column per pipeline rank (at most 32,
-    evenly chosen), stacked by kind in GiB, below a line at the device's limit.
-    """
-    memory, limit = plan.ranked[0].memory, plan.cluster.device.memory
-    columns = evenly(len(memory), MOST_COLUMNS)
-    drawing = Drawing("Memory of each pipeline rank", 340)
-    items = list(KINDS.items())
-    drawing.legend(dict(items[:4]), 14)
-    drawing.legend(dict(items[4:]), 36)
-    scale = Scale(0, max(limit, *(m.total for m in memory)) * 1.06 / GIB, 290, 70)
-    side(drawing, scale, LEFT, "GiB", RIGHT)
-    # pixels per column
-    wide = (RIGHT - LEFT) / len(columns)
-    for i, rank in enumerate(columns):
-        x, base = LEFT + wide * (i + 0.15), 0.0
-        for kind, title in KINDS.items():
-            size = _kind_bytes(memory[rank], kind) / GIB
-            top = scale(base + size)
-            hint = f"rank {rank}, {title}: {size:.2f} GiB"
-            drawing.box(x, top, wide * 0.7, scale(base) - top, kind, hint)
-            base += size
-        # room for a number
-        if wide > 34:
-            drawing.text(x + wide * 0.35, scale(base) - 5, f"{base:.1f}", "small", "middle")
-        drawing.text(x + wide * 0.35, 306, str(rank), "small", "middle")
-    drawing.line([(LEFT, scale(limit / GIB)), (RIGHT, scale(limit / GIB))], "limit")
-    words = f"{plan.cluster.device.name}: {limit / GIB:.0f} GiB"
-    drawing.text(RIGHT, scale(limit / GIB) - 5, words, "strong", "end")
-    drawing.text((LEFT + RIGHT) / 2, 326, "pipeline rank", "label", "middle")
-    return drawing
-
-
-def _kind_bytes(memory: StageMemory, kind: str) -> int:
+def kind_bytes(memory: StageMemory, kind: str) -> int:
     """Return the bytes of a memory kind at the rank's peak; "other" is context and workspace."""
     return memory.other if kind == "other" else memory.live._asdict()[kind]
 
 
-def memory_along(plan: Plan) -> Drawing:
-    """Return the drawing of the memory of the first, a middle and the last pipeline rank over the
-    time of a step, for the best layout.
-    """
-    memory, limit = plan.ranked[0].memory, plan.cluster.device.memory
-    times = plan.timeline.simulation.times
-    drawing = Drawing("Memory along the schedule", 300)
-    most = max(limit, *(m.total for m in memory)) * 1.06 / GIB
-    scale = Scale(0, most, 240, 40)
-    span = Scale(0, plan.timeline.simulation.span, LEFT, RIGHT)
-    side(drawing, scale, LEFT, "GiB", RIGHT)
-    axis(drawing, span, 240, "seconds", 40)
-    for i, rank in enumerate(evenly(len(memory), 3)):
-        memory_course = course(memory[rank], plan.timeline, rank)
-        points, level = [], memory_course[0][0]
-        for (before, after), (start, end) in zip(memory_course, times[rank], strict=True):
-            # a step up as the action starts
-            points += [(span(start), scale(level / GIB)), (span(start), scale(before / GIB))]
-            points += [(span(end), scale(before / GIB)), (span(end), scale(after / GIB))]
-            level = after
-        drawing.line(points, f"course{i}")
-        drawing.line([(LEFT + 10 + 130 * i, 290), (LEFT + 50 + 130 * i, 290)], f"course{i}")
-        drawing.text(LEFT + 56 + 130 * i, 294, f"rank {rank}", "small")
-    drawing.line([(LEFT, scale(limit / GIB)), (RIGHT, scale(limit / GIB))], "limit")
-    return drawing
-
-
-def course(memory: StageMemory, timeline: Timeline, rank: int) -> list[tuple[float, float]]:
+def memory_course(memory: StageMemory, timeline: Timeline, rank: int) -> list[tuple[float, float]]:
     """Return (bytes while it runs, bytes after it) for each schedule action of a rank: the
     activations are in proportion to the chunks that are held.
     """
@@ -235,42 +317,7 @@ def course(memory: StageMemory, timeline: Timeline, rank: int) -> list[tuple[flo
     return [(max(first, second), second) for first, second in zip(before, after, strict=True)]
 
 
-MOST_RANKS = 16
-MOST_BOXES = 240  # of a row, in a panel: narrower ones are no boxes
-RANK_HEIGHT = 20.0
-TIMELINE_LEFT, TIMELINE_RIGHT = 70.0, 860.0
-ACTION_NAMES = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward of inputs",
-    "W": "backward of weights",
-}
-
-
-def timeline(plan: Plan) -> Drawing:
-    """Return the drawing of the best layout's pipeline schedule, or of its beginning and end if a
-    rank has more than 240 actions.
-    """
-    ranks = evenly(plan.timeline.schedule.ranks, MOST_RANKS)
-    parts = windows(plan.timeline)
-    tall = RANK_HEIGHT * len(ranks) + 64
-    drawing = Drawing("The schedule of a step", 30 + tall * len(parts))
-    kinds = {a.kind for actions in plan.timeline.schedule.actions for a in actions}
-    names = {kind: name for kind, name in ACTION_NAMES.items() if kind in kinds}
-    drawing.legend(names | {"idle": "idle"}, 14)
-    micros, span = plan.timeline.schedule.micros, plan.timeline.simulation.span
-    full = plan.ranked[0].estimate.seconds
-    caption = f"{micros} microbatches in {span:.3g} s, of a step of {full:.3g} s"
-    drawing.text(TIMELINE_RIGHT, 14, caption, "label", "end")
-    for i, (start, end) in enumerate(parts):
-        _draw_actions(
-            drawing,
-            plan.timeline,
-            ranks,
-            Scale(start, end, TIMELINE_LEFT, TIMELINE_RIGHT),
-            34 + tall * i,
-        )
-    return drawing
+MOST_ACTIONS = 240  # of a rank, in a panel: narrower boxes are none
 
 
 def windows(timeline: Timeline) -> list[tuple[float, float]]:
@@ -279,209 +326,106 @@ def windows(timeline: Timeline) -> list[tuple[float, float]]:
     """
     span = timeline.simulation.span
     longest = max(len(actions) for actions in timeline.schedule.actions)
-    if longest <= MOST_BOXES:
+    if longest <= MOST_ACTIONS:
         return [(0.0, span)]
-    part = span * MOST_BOXES / longest
+    part = span * MOST_ACTIONS / longest
     return [(0.0, part), (span - part, span)]
 
 
-def _draw_actions(
-    drawing: Drawing, timeline: Timeline, ranks: list[int], scale: Scale, top: float
-) -> None:
-    """Draw the actions of the `ranks` ranks within the time range of `scale`, from height `top`
-    down, with each rank's idle share.
+MOST_BOXES = 12  # of a row; more are counted, not drawn
+
+
+def box_places(count: int) -> list[float]:
+    """Return where the boxes in a row of `count` are, from 0 to 1; at most 12 are drawn."""
+    drawn = min(count, MOST_BOXES)
+    return [0.5 + (i - (drawn - 1) / 2) / max(drawn, 4) for i in range(drawn)]
+
+
+ABOVE = {"textcoords": "offset points", "color": FAINT}
+
+
+def _name(candidate: Candidate) -> list[str]:
+    """Return a layout as lines of text: its mesh, and below it the other options, abbreviated."""
+    mesh = {name: value for name, value in candidate.layout.items() if name in MESH}
+    rest = words({name: value for name, value in candidate.layout.items() if name not in MESH})
+    for long, brief in BRIEF.items():
+        rest = rest.replace(long, brief)
+    return [words(mesh) or "one GPU", *textwrap.wrap(rest, 44)]
+
+
+def _add_rows(figure: Any, names: Sequence[list[str]], legend: int = 0) -> Any:
+    """Add axes with a row for each name, downwards, to the figure and set its height. `names`:
+    lines of text; `legend`: lines of a legend that is added later.
     """
-    schedule, simulation = timeline.schedule, timeline.simulation
-    bottom = top + RANK_HEIGHT * len(ranks)
-    axis(drawing, scale, bottom + 2, "seconds", top)
-    for row, rank in enumerate(ranks):
-        y = top + RANK_HEIGHT * row
-        drawing.box(TIMELINE_LEFT, y + 2, TIMELINE_RIGHT - TIMELINE_LEFT, RANK_HEIGHT - 4, "idle")
-        boxes: dict[str, list[tuple[float, float]]] = {}
-        numbers = []
-        for action, (start, end) in zip(
-            schedule.actions[rank], simulation.times[rank], strict=True
-        ):
-            # clipped to the panel
-            first, last = max(start, scale.low), min(end, scale.high)
-            if first >= last:
-                continue
-            x, width = scale(first), scale(last) - scale(first)
-            boxes.setdefault(action.kind, []).append((x, width))
-            # room for the number; only chunk 0 is numbered
-            if width > 7 * len(str(action.micro)) and not action.chunk:
-                numbers.append((x + width / 2, str(action.micro)))
-        for kind, box_list in boxes.items():
-            drawing.boxes(box_list, y + 2, RANK_HEIGHT - 4, kind)
-        for x, micro in numbers:
-            drawing.text(x, y + 14, micro, "tiny", "middle")
-        drawing.text(TIMELINE_LEFT - 8, y + 14, f"rank {rank}", "small", "end")
-        idle = 1 - simulation.busy[rank] / simulation.span
-        drawing.text(TIMELINE_RIGHT + 8, y + 14, f"{idle:.0%} idle", "small")
+    figure.set_figheight(0.7 + 0.22 * legend + (0.2 + 0.09 * max(map(len, names))) * len(names))
+    axes = figure.subplots()
+    for y, lines in enumerate(names):
+        for i, line in enumerate(lines):
+            # points, around the middle of the row
+            at = -8, 4.8 * (len(lines) - 1) - 9.6 * i
+            style = {"color": FAINT, "size": 7.5} if i else {"weight": "normal" if y else "bold"}
+            axes.annotate(
+                line, (0, y), at, axes.get_yaxis_transform(), "offset points", ha="right",
+                va="center", **style,
+            )  # fmt: skip
+    axes.set(ylim=(len(names) - 0.5, -0.6), yticks=[])
+    axes.spines["left"].set_visible(False)
+    axes.grid(axis="x")
+    return axes
 
 
-AXES = ("tp", "cp", "ep", "dp", "pp")
-GB = 1e9
-
-
-def traffic(plan: Plan) -> Drawing:
-    """Return the drawing of the bytes that a GPU sends in a step: a bar per tier of the network,
-    stacked by mesh axis, with the time its link is busy.
+def _stack(
+    bar: Callable[..., Any],
+    place: float,
+    amounts: Mapping[str, float],
+    fills: Mapping[str, Fill],
+    subject: str,
+    unit: str,
+) -> float:
+    """Draw amounts (name -> length, in `unit`) as one stacked bar at `place`, in the order of
+    `fills`, and return its length. `bar`: axes.bar or axes.barh; `subject`: start of the tooltips.
     """
-    traffic_rows = plan.ranked[0].traffic
-    tiers = list(dict.fromkeys(traffic.tier for traffic in traffic_rows))
-    bottom = 36 + 40 * max(1, len(tiers))
-    drawing = Drawing("Traffic on each tier of the network", bottom + 40)
-    if not traffic_rows:
-        drawing.text(0, 60, "Nothing crosses a link: every rank is alone on each axis.", "label")
-        return drawing
-    drawing.legend({a: a for a in AXES if any(traffic.axis == a for traffic in traffic_rows)}, 14)
-    most = max(
-        sum(traffic.sent for traffic in traffic_rows if traffic.tier == tier) for tier in tiers
+    start = 0.0
+    for name, fill in fills.items():
+        if amount := amounts.get(name, 0.0):
+            hint = f"{subject}{fill.title}: {amount:.4g} {unit}"
+            bar(place, amount, 0.72, start, color=fill.colour, hatch=fill.hatch, gid=hint)
+            start += amount
+    return start
+
+
+def _label(axes: Any, x: float, y: float, text: str, fill: Fill) -> None:
+    """Write a text at (x, y), in a box of the fill's colour, without its hatching."""
+    box = {"facecolor": fill.colour, "pad": 0.6, "linewidth": 0}
+    axes.text(x, y, text, color=INSIDE, size=8, ha="center", va="center", bbox=box)
+
+
+def _add_interval(axes: Any, value: Any, y: float, hint: str, filled: bool = True) -> None:
+    """Draw an estimate at height `y`: a dot, filled or not, with its interval. `hint`: start of the
+    tooltip.
+    """
+    sides = [[value.seconds - value.low], [value.high - value.seconds]]
+    hint += f"{value.seconds:.4g}, {value.low:.4g} to {value.high:.4g}"
+    face = INK if filled else PAPER
+    axes.errorbar(
+        value.seconds, y, xerr=sides, fmt="o", color=INK, markerfacecolor=face, markersize=5,
+        linewidth=1.2, capsize=3, gid=hint,
+    )  # fmt: skip
+
+
+def _add_limit(axes: Any, plan: Plan) -> None:
+    """Draw a line at the memory of the plan's device, in GiB, with its name above."""
+    device = plan.cluster.device
+    axes.axhline(device.memory / GIB, **LIMIT)
+    text = f"{device.name}: {device.memory / GIB:.0f} GiB"
+    place = 1, device.memory / GIB
+    axes.annotate(
+        text, place, (0, 3), ("axes fraction", "data"), "offset points", ha="right", weight="bold"
     )
-    scale = Scale(0, most * 1.02 / GB, 110, 700)
-    axis(drawing, scale, bottom, "GB that a GPU sends in a step", 30)
-    for i, tier in enumerate(tiers):
-        y, before, busy = 40 + 40 * i, 0.0, 0.0
-        drawing.text(100, y + 16, tier, "", "end")
-        for entry in (traffic for traffic in traffic_rows if traffic.tier == tier):
-            x, after = scale(before), scale(before + entry.sent / GB)
-            hint = f"{entry.axis} over {tier}: {entry.sent / GB:.3g} GB, {entry.seconds:.3g} s"
-            drawing.box(x, y, after - x, 24, entry.axis, hint)
-            before, busy = before + entry.sent / GB, busy + entry.seconds
-        # over 100 %: the link bounds the step
-        share = busy / plan.ranked[0].estimate.seconds
-        words = f"{before:.3g} GB; busy {busy:.3g} s, {share:.0%} of the step"
-        drawing.text(scale(before) + 8, y + 16, words, "small")
-    return drawing
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
 
 
-def cluster(plan: Plan) -> Drawing:
-    """Return the drawing of the cluster: a row per tier of switches that the plan's GPUs need, then
-    the nodes, then the GPUs of one node.
-    """
-    wired, used = plan.cluster, -(-plan.gpus // plan.cluster.gpus_per_node)
-    # the lowest, and those above a tier that is too small
-    tiers = [t for i, t in enumerate(wired.tiers) if i == 0 or wired.tiers[i - 1].nodes < used]
-    if wired.between is None or used == 1:
-        tiers = []
-    drawing = Drawing("The cluster", 175 + 70 * len(tiers))
-    for level, tier in enumerate(reversed(tiers)):
-        y, below = 20.0 + 70 * level, 20.0 + 70 * (level + 1)
-        # switches of this tier that the plan's nodes need
-        count = -(-used // tier.nodes)
-        _draw_row(drawing, count, y, f"{tier.name}: {count:,} × up to {tier.nodes} nodes")
-        under = len(tiers) - level - 2
-        _draw_wires(
-            drawing, count, -(-used // tiers[under].nodes) if under >= 0 else used, y, below
-        )
-    y = 20.0 + 70 * len(tiers)
-    link = "" if wired.between is None else f", {wired.between.bandwidth / GB:.0f} GB/s each way"
-    _draw_row(drawing, used, y, f"{used:,} nodes of {wired.gpus_per_node} GPUs{link}")
-    gpus = wired.gpus_per_node
-    _draw_wires(drawing, min(used, DRAWN), 1, y, y + 70)
-    wide = min(56.0, 600 / gpus)
-    for i in range(gpus):
-        drawing.box(310 - wide * gpus / 2 + wide * i, y + 78, wide - 5, 30, "product")
-    drawing.line([(305 - wide * gpus / 2, y + 70), (305 + wide * gpus / 2, y + 70)], "bus")
-    device = wired.device
-    inside = wired.inside.bandwidth / GB
-    drawing.text(640, y + 82, f"a node: {gpus} {device.name}, {inside:.0f} GB/s each way", "")
-    drawing.text(640, y + 100, f"{device.memory / 2**30:.0f} GiB each", "small")
-    return drawing
-
-
-DRAWN = 12  # of a row; more are counted, not drawn
-
-
-def _box_places(count: int) -> list[float]:
-    """Return the x coordinates of the boxes in a row of `count`, of which at most 12 are drawn."""
-    picture_count = min(count, DRAWN)
-    return [
-        310 + (i - (picture_count - 1) / 2) * 600 / max(picture_count, 4)
-        for i in range(picture_count)
-    ]
-
-
-def _draw_row(drawing: Drawing, count: int, y: float, words: str) -> None:
-    """Draw a row of `count` boxes at height `y`, with dots for those beyond 12, and a text to its
-    right.
-    """
-    places = _box_places(count)
-    wide = min(110.0, 560 / max(4, len(places)))
-    for i, x in enumerate(places):
-        last = count > DRAWN and i == len(places) - 2
-        if last:
-            drawing.text(x, y + 20, "…", "strong", "middle")
-        else:
-            drawing.box(x - wide / 2, y, wide - 4, 28, "link")
-    drawing.text(640, y + 19, words, "")
-
-
-def _draw_wires(drawing: Drawing, above: int, below: int, y: float, to: float) -> None:
-    """Draw lines from the row of `above` boxes at height `y` down to height `to`: each of `below`
-    boxes is joined to the one box above it.
-    """
-    tops, ends = _box_places(above), _box_places(below)
-    for i, x in enumerate(ends):
-        top = tops[min(len(tops) - 1, i * len(tops) // len(ends))]
-        drawing.line([(top, y + 28), (x, to)], "wire")
-
-
-Worth = Callable[[Fleet], float]
-
-
-def front(plan: Plan) -> Drawing:
-    """Return the drawing of GPUs against days for each number of GPUs, and beside it of cost
-    against days, or GPU-days where no price is known.
-    """
-    drawing = Drawing("GPUs, days and cost", 330)
-    if not plan.fleets:
-        drawing.text(0, 60, "The plan has only one number of GPUs.", "label")
-        return drawing
-    _draw_fleets(drawing, plan, 60, 430, {"gpus": lambda f: f.gpus}, "GPUs")
-    # a curve for each price that is known
-    costs: dict[str, Worth] = {}
-    if plan.prices.rent:
-        costs["rented"] = plan.rent_cost
-    if plan.prices.node:
-        costs["owned"] = plan.owning_cost
-    if costs:
-        _draw_fleets(drawing, plan, 530, 900, costs, "cost (in the currency of the prices)")
-    else:
-        days = {"gpus": lambda f: f.gpus * plan.days(f.estimate).seconds}
-        _draw_fleets(drawing, plan, 530, 900, days, "GPU-days")
-    return drawing
-
-
-def _draw_fleets(
-    drawing: Drawing, plan: Plan, left: float, right: float, worths: dict[str, Worth], words: str
-) -> None:
-    """Draw one panel from `left` to `right`: days against each of `worths` (name -> value of a
-    fleet), the front as a line, all fleets as dots with intervals. `words`: title of the axis.
-    """
-    all_days = [plan.days(fleet.estimate) for fleet in plan.fleets]
-    values = [worth(fleet) for worth in worths.values() for fleet in plan.fleets]
-    low, high = min(d.low for d in all_days), max(d.high for d in all_days)
-    # halving the days doubles the GPUs: a straight line
-    days = Scale(low / 1.15, high * 1.15, left, right, log=True)
-    across = Scale(min(values) / 1.3, max(values) * 1.3, 250, 40, log=True)
-    axis(drawing, days, 250, f"days for {short(plan.budget)} tokens, and 90 % interval", 40)
-    side(drawing, across, left, words, right)
-    front = plan.front
-    for i, (name, worth) in enumerate(worths.items()):
-        drawing.line(
-            [(days(plan.days(f.estimate).seconds), across(worth(f))) for f in front], f"course{i}"
-        )
-        if len(worths) > 1:
-            drawing.line([(left + 110 * i, 318), (left + 40 + 110 * i, 318)], f"course{i}")
-            drawing.text(left + 46 + 110 * i, 322, name, "small")
-        for fleet in plan.fleets:
-            duration, y = plan.days(fleet.estimate), across(worth(fleet))
-            drawing.line([(days(duration.low), y), (days(duration.high), y)], "whisker")
-            costs = f"{duration.seconds:.3g} days, {worth(fleet):,.0f}"
-            hint = f"{fleet.gpus:,} GPUs, {fleet.words}: {costs}"
-            # hollow if another fleet is better
-            drawing.dot(days(duration.seconds), y, hint, "dot" if fleet in front else "off")
-            if name == "gpus" and words == "GPUs":
-                drawing.text(days(duration.seconds) + 7, y - 7, f"{fleet.gpus:,}", "small")
+def _write(figure: Any, text: str) -> None:
+    """Write a sentence where there is nothing to draw."""
+    figure.set_figheight(0.5)
+    figure.text(0, 0.5, text, color=FAINT, style="italic", va="center")

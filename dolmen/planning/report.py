@@ -9,16 +9,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from html import escape
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from dolmen.core.config import to_dict
+from dolmen.core.log import size
 from dolmen.core.messages import escape as printable
 from dolmen.core.messages import os_error_as_value, plural
 from dolmen.files import gate, write
 from dolmen.pages import page as page_parts
-from dolmen.pages.page import Drawing, patterns, short
+from dolmen.pages.picture import inline_svg
 from dolmen.planning import figures
 from dolmen.planning.config import PlanConfig
 from dolmen.planning.plan import Plan, command_options
@@ -33,14 +34,15 @@ class ReportFigure(NamedTuple):
     """A figure of the report, with its heading and caption."""
 
     heading: str
-    draw: Callable[[Plan], Drawing]
+    paint: Callable[[Any, Plan], None]
+    """Draws the plan on a matplotlib figure."""
     caption: str
 
 
 FIGURES = (
     ReportFigure(
         "Which layout",
-        figures.ranking,
+        figures.paint_ranking,
         "Predicted time of a step, the fastest layouts first. The line is the 90 % interval of "
         "the time itself; errors of similar layouts are mostly alike. MFU counts only the "
         "floating-point operations of the model, relative to the datasheet's peak; memory is that "
@@ -48,45 +50,45 @@ FIGURES = (
     ),
     ReportFigure(
         "Parts of a step",
-        figures.step,
+        figures.paint_step,
         "Computation first, then communication that nothing hides (by axis of the mesh), then the "
         "bubble, in which a pipeline rank waits for others, and the optimizer.",
     ),
     ReportFigure(
         "Memory of a GPU",
-        figures.rank_memory,
+        figures.paint_memory,
         "The fullest GPU of each pipeline rank at its fullest moment, for the best layout, below "
         "the limit of the device (dashed).",
     ),
     ReportFigure(
         "Memory along the schedule",
-        figures.memory_along,
+        figures.paint_memory_course,
         "Memory over the time of a step: activations are allocated by each forward and freed by "
         "its backward.",
     ),
     ReportFigure(
         "The schedule",
-        figures.timeline,
+        figures.paint_timeline,
         "Actions of each pipeline rank over time. Numbers are microbatches. Of a long steady "
         "state only a part is simulated, and of more actions than fit the picture only the "
         "beginning and the end are shown.",
     ),
     ReportFigure(
         "Traffic",
-        figures.traffic,
+        figures.paint_traffic,
         "Bytes that one GPU sends in a step over each tier of the network, by mesh axis, and how "
         "long its link is busy with them, overlapped with computation or not.",
     ),
     ReportFigure(
         "GPUs, days and cost",
-        figures.front,
+        figures.paint_front,
         "Each point is the best layout for a number of GPUs, trained for the token budget; filled "
         "points are on the Pareto front: no smaller fleet is as fast. Failures, restarts and "
         "checkpoints are not counted. Cost of owned nodes: depreciation and power.",
     ),
     ReportFigure(
         "The cluster",
-        figures.cluster,
+        figures.paint_cluster,
         "How the GPUs of this plan are wired, from the highest switches that they need down to the "
         "GPUs of one node.",
     ),
@@ -118,7 +120,6 @@ def page(plan: Plan) -> str:
     return page_parts.fill(
         FRAME,
         title=escape(f"{plan.model} on {cluster.name}"),
-        patterns=patterns(),
         under=escape(under),
         summary=_summary(plan),
         figures=drawings,
@@ -128,8 +129,8 @@ def page(plan: Plan) -> str:
 def _figure_html(number: int, figure: ReportFigure, plan: Plan) -> str:
     """Return heading, drawing and caption of a figure as HTML."""
     caption = f"<b>Figure {number}.</b> {escape(figure.caption)}"
-    drawing = page_parts.figure(number, figure.draw(plan), caption)
-    return f"<h2>{escape(figure.heading)}</h2>\n{drawing}"
+    picture = inline_svg(figure.heading, figure.paint, plan)
+    return f"<h2>{escape(figure.heading)}</h2>\n{page_parts.figure(number, picture, caption)}"
 
 
 def _summary(plan: Plan) -> str:
@@ -141,19 +142,15 @@ def _summary(plan: Plan) -> str:
     free = (plan.cluster.device.memory - best.fullest) / 2**30
     # the numbers that a reader looks for first
     rows = {
-        "parameters": f"{short(plan.parameters)} ({plan.parameters:,})",
+        "parameters": f"{size(plan.parameters)} ({plan.parameters:,})",
         "best layout": f"{best.words}, bound by {best.bound}",
         "step": f"{_format_interval(estimate)} s, MFU {best.mfu:.1%}",
         "tokens per second": f"{plan.step_tokens / estimate.seconds:,.0f}",
         "memory of the fullest GPU": f"{best.fullest / 2**30:.1f} GiB, {free:.1f} GiB free",
-        f"{short(plan.budget)} tokens": f"{_format_interval(days)} days",
+        f"{size(plan.budget)} tokens": f"{_format_interval(days)} days",
         "layouts considered": f"{plan.considered:,}",
     }
-    # names of models and layouts come from files: always escaped
-    cells = "\n".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(words)}</td></tr>" for name, words in rows.items()
-    )
-    return f"<table>\n{cells}\n</table>\n<pre>{escape(command_options(best.layout))}</pre>"
+    return f"{page_parts.table(rows.items())}\n<pre>{escape(command_options(best.layout))}</pre>"
 
 
 def _format_interval(estimate: Estimate) -> str:

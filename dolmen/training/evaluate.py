@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +47,7 @@ from dolmen.objectives.objective import CrossEntropy, MaskedLM, Objective
 from dolmen.objectives.preference import meaningful_metrics
 from dolmen.objectives.reward import BINS, CalibratedRewardLoss, PairwiseRewardLoss
 from dolmen.optim.optimizer import DTYPES
+from dolmen.pages import picture
 from dolmen.rl.generation import GenerationModel
 from dolmen.serving.generation import encode
 from dolmen.serving.request import SamplingParams
@@ -219,20 +219,21 @@ def plot_calibration(calibration: Calibration, accuracy: float, title: str) -> b
     is not empty, its area growing with the bin's share of pairs. `accuracy` is that of all pairs,
     for the title.
     """
-    # half a second to import, for one rank
-    from matplotlib.figure import Figure
+    return picture.draw(_paint_calibration, calibration, accuracy, title, kind="png")
 
-    figure = Figure(figsize=(5.2, 5), dpi=120)
+
+def _paint_calibration(figure: Any, calibration: Calibration, accuracy: float, title: str) -> None:
+    """Draw the calibration diagram on a matplotlib figure."""
+    figure.set_size_inches(5.2, 5)
     axis = figure.subplots()
-    figure.subplots_adjust(left=0.13, right=0.96, bottom=0.11, top=0.9)
     # perfect calibration: right as often as confident
-    axis.plot([0.5, 1], [0.5, 1], color="#7a9e7e", linestyle="--", linewidth=1)
+    axis.plot([0.5, 1], [0.5, 1], color=picture.GREEN, linestyle="--", linewidth=1)
     bins = [i for i, share in enumerate(calibration.confident) if share > 0]
     axis.scatter(
         [bin_middle(i) for i in bins],
         [calibration.right[i] / calibration.confident[i] for i in bins],
         s=[30 + 600 * calibration.confident[i] for i in bins],
-        color="#1f4e8c",
+        color=picture.BLUE,
         alpha=0.75,
     )
     axis.set(
@@ -240,14 +241,9 @@ def plot_calibration(calibration: Calibration, accuracy: float, title: str) -> b
         ylabel="accuracy",
         xlim=(0.48, 1.02),
         ylim=(-0.03, 1.03),
+        title=f"{title}\naccuracy {accuracy:.3f}, calibration error {calibration.error:.3f}",
     )
-    axis.set_title(
-        f"{title}\naccuracy {accuracy:.3f}, calibration error {calibration.error:.3f}", size=9
-    )
-    axis.grid(alpha=0.25)
-    image = BytesIO()
-    figure.savefig(image, format="png")
-    return image.getvalue()
+    axis.grid()
 
 
 @dataclass(frozen=True)

@@ -1,278 +1,200 @@
-"""Figures of a plan are read back: what a mark's place says by the ticks beside it is the number
-that it stands for.
+"""Figures of a plan are read back from what matplotlib is to draw: each mark lies where the number
+is that it stands for, in the unit of its axis.
 """
 
-import math
-import re
-from collections.abc import Callable
 from dataclasses import replace
-from xml.etree import ElementTree
+from typing import Any
 
 import plans
 import pytest
+from matplotlib.figure import Figure
+from matplotlib.patches import PathPatch, Rectangle
 
-from dolmen.pages.page import Drawing
-from dolmen.planning import figures
+from dolmen.pages import picture
+from dolmen.planning import draw, figures
 from dolmen.planning.report import FIGURES
 
-GIB, GB = 2**30, 1e9
-UNITS = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-PIXEL = 0.11  # coordinates have one decimal
-Point = tuple[float, float]
+GIB = 2**30
 
 
-def value_of(words: str) -> float:
-    """The number that a tick's text says: 12.5k."""
-    return float(words.rstrip("kMBT")) * UNITS.get(words[-1], 1)
+def painted(paint, *values) -> Figure:
+    """The figure, after it was drawn, so that its layout is final."""
+    seen: list[Figure] = []
+
+    def keep(figure: Figure) -> None:
+        seen.append(figure)
+        paint(figure, *values)
+
+    picture.draw(keep)
+    return seen[0]
 
 
-class Picture:
-    """Marks of a drawing with their places, in the order in which they were drawn."""
-
-    def __init__(self, drawing: Drawing):
-        svg = ElementTree.fromstring(str(drawing))
-        *_, self.width, self.height = map(float, svg.attrib["viewBox"].split())
-        self.texts: list[tuple[float, float, str, str]] = []
-        self.boxes: list[tuple[float, float, float, float, str, str]] = []
-        self.anchors: dict[tuple[float, float, str], str] = {}
-        self.lines: list[tuple[list[Point], str]] = []
-        self.dots: list[tuple[float, float, str, str]] = []
-        for mark in svg:
-            get, hint = mark.attrib.get, mark.findtext("title") or ""
-            x, y, kind = float(get("x", 0)), float(get("y", 0)), get("class", "")
-            if mark.tag == "text":
-                self.texts.append((x, y, mark.text or "", kind))
-                self.anchors[x, y, mark.text or ""] = get("text-anchor", "")
-            elif mark.tag == "rect":
-                size = float(get("width", 0)), float(get("height", 0))
-                self.boxes.append((x, y, *size, get("fill", "")[7:-1], hint))
-            elif mark.tag == "circle":
-                self.dots.append((float(get("cx", 0)), float(get("cy", 0)), hint, kind))
-            elif kind == "thin":
-                self._add_boxes(get("d", ""), get("fill", "")[7:-1])
-            else:
-                points = [tuple(map(float, p.split())) for p in get("d", "")[1:].split("L")]
-                self.lines.append((points, kind))
-
-    def _add_boxes(self, path: str, fill: str) -> None:
-        for x, y, width, height in re.findall(r"M(\S+) (\S+?)h(.+?)v(.+?)h-\3z", path):
-            self.boxes.append((float(x), float(y), float(width), float(height), fill, ""))
-
-    def extent(self, x: float, y: float, words: str) -> Point:
-        """About where a text begins and ends: 5.2 pixels a letter, fewer than any font takes."""
-        left = x - {"start": 0.0, "middle": 0.5, "end": 1.0}[self.anchors[x, y, words]] * 5.2 * len(
-            words
-        )
-        return left, left + 5.2 * len(words)
-
-    def legend(self) -> dict[str, str]:
-        """Fill -> text of the boxes of the legend, 16 pixels wide, whose texts do not overlap."""
-        boxes = [(x, y, fill) for x, y, width, _, fill, _ in self.boxes if width == 16]
-        texts = [next(t for t in self.texts if t[:2] == (x + 21, y + 10)) for x, y, _ in boxes]
-        for (x, y, *_), text in zip(boxes[1:], texts, strict=False):
-            assert y + 10 != text[1] or self.extent(*text[:3])[1] < x
-        return {fill: text[2] for (*_, fill), text in zip(boxes, texts, strict=True)}
-
-    def ticks(self, place: int) -> dict[float, float]:
-        """Pixel -> value of the ticks of the horizontal axis (0) or of the vertical one (1), as
-        their grid lines are and as their texts say.
-        """
-        grid = {points[0][place] for points, kind in self.lines if kind == "grid"}
-        around = (0.0, 4.0)[place]  # texts stand below the middle of their line
-        texts = {
-            (x, y - around)[place]: words for x, y, words, kind in self.texts if kind == "small"
-        }
-        return {at: value_of(texts[at]) for at in sorted(grid) if at in texts}
-
-    def scale(self, place: int, log: bool = False) -> Callable[[float], float]:
-        """Pixel of the horizontal axis (0) or the vertical one (1) -> value."""
-        ticks = [*self.ticks(place).items()]
-        (first, low), (last, high) = ticks[0], ticks[-1]
-        to, back = (math.log, math.exp) if log else (float, float)
-
-        def read(pixel: float) -> float:
-            return back(to(low) + (pixel - first) / (last - first) * (to(high) - to(low)))
-
-        assert [read(pixel) for pixel, _ in ticks] == pytest.approx([v for _, v in ticks], rel=5e-3)
-        # more is on the right, and above
-        assert (last - first) * (high - low) * (1, -1)[place] > 0
-        return read
-
-    def fill(self, *names: str) -> list[tuple[float, float, float, float, str, str]]:
-        return [box for box in self.boxes if box[4] in names and box[5]]
-
-    def kind(self, name: str) -> list[list[Point]]:
-        return [points for points, kind in self.lines if kind == name]
+def texts(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.texts]
 
 
-def near(*values: float, abs: float = 0.0):
-    return pytest.approx([*values], rel=2e-3, abs=abs)
+def cells(axes: Any, row: float) -> list[str]:
+    """Texts right of the axes, in a row."""
+    return [t.get_text() for t in axes.texts if t.xy == (1, row)]
+
+
+def spans(axes: Any, upright: bool = False) -> list[tuple[float, float, float, str]]:
+    """Of each bar: (place, start, end, tooltip)."""
+    bars = []
+    for bar in (patch for patch in axes.patches if isinstance(patch, Rectangle)):
+        (x0, y0), (x1, y1) = bar.get_bbox().get_points().tolist()
+        place, start, end = ((x0 + x1) / 2, y0, y1) if upright else ((y0 + y1) / 2, x0, x1)
+        bars.append((place, start, end, bar.get_gid() or ""))
+    return bars
+
+
+def legend(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 @pytest.mark.parametrize(
     "size", ((8, 24, "1f1b", 384), (64, 256, "interleaved", 100), (1, 2, "gpipe", 1))
 )
-@pytest.mark.parametrize("figure", FIGURES, ids=[figure.draw.__name__ for figure in FIGURES])
+@pytest.mark.parametrize("figure", FIGURES, ids=[figure.paint.__name__ for figure in FIGURES])
 def test_marks_are_within_their_picture(figure, size):
-    picture = Picture(figure.draw(plans.plan(*size)))
-    for x, y, width, height, *_ in picture.boxes:
-        assert 0 <= x and x + width <= picture.width and 0 <= y and y + height <= picture.height
-    for mark in picture.texts:
-        left, right = picture.extent(*mark[:3])
-        assert 0 <= left and right <= picture.width + 2 and 8 <= mark[1] <= picture.height, mark
-    points = [point for line, _ in picture.lines for point in line]
-    for x, y in [*points, *((x, y) for x, y, *_ in picture.dots)]:
-        assert 0 <= x <= picture.width and 0 <= y <= picture.height
+    drawn = painted(figure.paint, plans.plan(*size))
+    width, height = drawn.bbox.width, drawn.bbox.height
+    for axes in drawn.axes:
+        box = axes.get_tightbbox()
+        assert box is not None
+        assert box.x0 > -1 and box.x1 < width + 1 and box.y0 > -1 and box.y1 < height + 1
+        assert axes.bbox.width > width / 4
 
 
 def test_layouts_are_ranked_by_their_seconds():
     plan = plans.plan()
     plan = replace(plan, ranked=tuple(plans.candidate(8, 8, 50.0 + 3 * i) for i in range(14)))
-    picture = Picture(figures.ranking(plan))
-    read = picture.scale(0)
-    assert len(picture.dots) == 12 and read(figures.BARS_LEFT) == pytest.approx(0, abs=0.1)
-    whiskers = picture.kind("whisker")
-    longest = max(x for line in whiskers for x, _ in line)
-    assert figures.BARS_RIGHT * 0.96 < longest < figures.BARS_RIGHT
-    heads = {words: x for x, y, words, _ in picture.texts if y == 14}
-    assert [*heads] == ["tokens/s", "MFU", "memory", "bound by"]
-    for i, ((x, y, hint, _), candidate) in enumerate(zip(picture.dots, plan.ranked, strict=False)):
+    (axes,) = painted(figures.paint_ranking, plan).axes
+    assert len(axes.containers) == 12 and axes.get_xlim()[0] == 0
+    bottom, top = axes.get_ylim()
+    assert bottom > 11 and top < 0  # the fastest is on top
+    assert cells(axes, -0.75) == ["tokens/s", "MFU", "memory", "bound by"]
+    for row, (bar, candidate) in enumerate(zip(axes.containers, plan.ranked, strict=False)):
+        dot, _, (whisker,) = bar.lines
         estimate = candidate.estimate
-        assert read(x) == pytest.approx(estimate.seconds, abs=0.1) and candidate.words in hint
-        assert y == pytest.approx(47 + 34 * i)
-        (low, high), *ends = whiskers[3 * i : 3 * i + 3]
-        assert [read(low[0]), read(high[0])] == near(estimate.low, estimate.high, abs=0.1)
-        assert low[1] == high[1] == y and [end[0][0] for end in ends] == [low[0], high[0]]
-        assert all([point[1] for point in end] == [y - 4, y + 4] for end in ends)
-        cells = {x: words for x, at, words, _ in picture.texts if at == y + 4 and x > 650}
+        assert (dot.get_xdata()[0], dot.get_ydata()[0]) == (estimate.seconds, row)
+        (low, high) = whisker.get_segments()[0]
+        assert [*low, *high] == pytest.approx([estimate.low, row, estimate.high, row])
+        assert dot.get_gid().startswith(f"{candidate.words}: {estimate.seconds:.4g}, ")
         tokens = f"{2048 * 3072 / estimate.seconds:,.0f}"
         memory = f"{candidate.fullest / GIB:.1f} GiB"
-        assert cells == dict(zip(heads.values(), (tokens, "44.0%", memory, "compute"), strict=True))
-    assert [words for *_, words, kind in picture.texts if kind == "strong"] == ["tp 8 pp 8"]
+        assert cells(axes, row) == [tokens, "44.0%", memory, "compute"]
+    bold = [text.get_text() for text in axes.texts if text.get_weight() == "bold"]
+    assert bold == ["tp 8 pp 8"]
 
 
-def test_the_name_of_a_layout_is_in_the_middle_of_its_row():
-    drawing = Drawing("", 100)
-    figures.draw_name(drawing, plans.candidate(8, 8, 1.0), 50.0, False)
-    (*_, mesh, kind), *below = Picture(drawing).texts
-    assert (mesh, kind) == ("tp 8 pp 8", "") and {x for x, *_ in below} == {figures.BARS_LEFT - 12}
-    lines = [y for _, y, *_ in Picture(drawing).texts]
-    assert len(lines) == 3 and [b - a for a, b in zip(lines, lines[1:], strict=False)] == [11, 11]
-    assert 46 <= sum(lines) / 3 <= 55  # base lines, of letters 8 pixels high
-    alone = Drawing("", 100)
-    figures.draw_name(alone, replace(plans.candidate(8, 8, 1.0), layout={}), 50.0, True)
-    assert Picture(alone).texts == [(268, 54, "one GPU", "strong")]
+def test_a_layout_has_its_mesh_above_its_other_options():
+    below = ["zero 1 sp interleaved v 3 recompute full", "layers 4 microbatch 2"]
+    assert figures._name(plans.candidate(8, 8, 1.0)) == ["tp 8 pp 8", *below]
+    assert figures._name(replace(plans.candidate(8, 8, 1.0), layout={})) == ["one GPU"]
 
 
 def test_parts_of_a_step_lie_end_to_end():
     plan = plans.plan()
-    picture = Picture(figures.step(plan))
-    read = picture.scale(0)
-    fills = [figures.FILL.get(name, name) for name in figures.PART_NAMES if name in plans.PARTS]
-    bars = picture.fill(*fills)
-    assert len(bars) == 8 * len(fills) and [*picture.legend()] == fills
-    assert 860 < max(x + width for x, _, width, *_ in bars) < 900
-    assert [words for *_, words, kind in picture.texts if kind == "strong"] == ["tp 8 pp 8"]
+    figure = painted(figures.paint_step, plan)
+    (axes,) = figure.axes
+    names = {name: fill for name, fill in figures.PARTS.items() if name in plans.PARTS}
+    assert legend(figure) == [fill.title for fill in names.values()]
+    bars = iter(spans(axes))
     for row, candidate in enumerate(plan.ranked):
-        end = 0.0
-        for x, y, width, height, fill, _ in bars[len(fills) * row :][: len(fills)]:
-            name = {"memory-bound": "memory"}.get(fill, fill)
+        end, labels = 0.0, []
+        for name, fill in names.items():
             seconds = candidate.estimate.parts[name]
-            assert [read(x), read(x + width)] == near(end, end + seconds, abs=0.05)
-            assert (y, height) == (60 + 34 * row, 28)
+            *bar, hint = next(bars)
+            assert bar == pytest.approx([row, end, end + seconds])
+            assert hint == f"{fill.title}: {seconds:.4g} s"
             end += seconds
-            inside = [
-                w
-                for at, h, w, k in picture.texts
-                if k == "inside"
-                and y < h < y + 28
-                and at == pytest.approx(x + width / 2, abs=PIXEL)
-            ]
-            wide = seconds / candidate.estimate.seconds > 0.055
-            assert inside == ([f"{seconds / candidate.estimate.seconds:.0%}"] if wide else [])
+            labels += [f"{plans.PARTS[name]:.0%}"] if plans.PARTS[name] > 0.06 else []
         assert end == pytest.approx(candidate.estimate.seconds)
+        assert [t.get_text() for t in axes.texts if t.get_bbox_patch() and t.get_position()[1] == row] == labels
+    assert not [*bars] and axes.get_xlim()[0] == 0 and axes.get_xlim()[1] > end
 
 
 @pytest.mark.parametrize("pp", (8, 64))
 def test_memory_of_a_rank_is_a_column_below_the_limit(pp):
     plan = plans.plan(pp, 64)
-    picture = Picture(figures.rank_memory(plan))
-    read, ranks = picture.scale(1), figures.evenly(pp, 32)
-    assert ranks[0] == 0 and ranks[-1] == pp - 1 and len(ranks) == min(pp, 32)
-    columns = picture.fill(*figures.KINDS)
-    assert picture.legend() == figures.KINDS
-    assert len(columns) == len(ranks) * len(figures.KINDS)
-    for i, rank in enumerate(ranks):
+    figure = painted(figures.paint_memory, plan)
+    (axes,) = figure.axes
+    ranks = figures.evenly(pp, 32)
+    assert legend(figure) == [fill.title for fill in figures.KINDS.values()]
+    assert [label.get_text() for label in axes.get_xticklabels()] == [*map(str, ranks)]
+    bars = iter(spans(axes, upright=True))
+    for place, rank in enumerate(ranks):
         stage, base = plan.ranked[0].memory[rank], 0.0
         kinds = {**stage.live._asdict(), "other": stage.other}
-        for x, y, width, height, kind, hint in columns[8 * i : 8 * i + 8]:
-            top = base + kinds[kind] / GIB
-            assert [read(y + height), read(y)] == near(base, top, abs=0.05)
-            assert hint.startswith(f"rank {rank}, ")
-            base = top
-            assert 60 <= x and x + width <= 900
-        middle = [at for at, y, words, _ in picture.texts if y == 306 and words == str(rank)]
-        assert middle == [pytest.approx(x + width / 2, abs=PIXEL)]
-    totals = [words for _, y, words, kind in picture.texts if kind == "small" and "." in words]
-    wanted = [f"{plan.ranked[0].memory[rank].total / GIB:.1f}" for rank in ranks]
-    assert totals == (wanted if pp == 8 else [])
-    (limit,) = picture.kind("limit")
-    assert [read(y) for _, y in limit] == near(80, 80) and [x for x, _ in limit] == [60, 900]
+        for kind, fill in figures.KINDS.items():
+            *bar, hint = next(bars)
+            assert bar == pytest.approx([place, base, base + kinds[kind] / GIB])
+            assert hint.startswith(f"rank {rank}, {fill.title}: ")
+            base += kinds[kind] / GIB
+    totals = [f"{plan.ranked[0].memory[rank].total / GIB:.1f}" for rank in ranks]
+    assert texts(axes) == (totals if pp == 8 else []) + ["a100: 80 GiB"]
+    assert axes.lines[0].get_ydata() == [80, 80] and axes.get_ylim()[1] > 80
 
 
 def test_memory_along_a_schedule_follows_the_chunks_that_are_held():
     plan = plans.plan()
-    picture = Picture(figures.memory_along(plan))
-    seconds, gib = picture.scale(0), picture.scale(1)
-    assert figures.evenly(8, 3) == [0, 4, 7]
-    for i, rank in enumerate((0, 4, 7)):
+    (axes,) = painted(figures.paint_memory_course, plan).axes
+    assert [line.get_label() for line in axes.lines[:3]] == ["rank 0", "rank 4", "rank 7"]
+    for line, rank in zip(axes.lines, (0, 4, 7), strict=False):
         stage = plan.ranked[0].memory[rank]
         rest, each = stage.total - stage.live.activation, stage.live.activation
-        level, wanted = None, []
         kinds = [action.kind for action in plan.timeline.schedule.actions[rank]]
         counts = [kinds[: n + 1].count("F") - kinds[: n + 1].count("B") for n in range(len(kinds))]
         most = max(counts)
-        for kind, count, (start, end) in zip(
-            kinds, counts, plan.timeline.simulation.times[rank], strict=True
-        ):
+        wanted = [(0.0, rest)]
+        times = plan.timeline.simulation.times[rank]
+        for kind, count, (start, end) in zip(kinds, counts, times, strict=True):
             during = rest + each * (count if kind == "F" else count + 1) / most
             after = rest + each * count / most
-            level = during if level is None else level
-            wanted += [(start, level), (start, during), (end, during), (end, after)]
-            level = after
-        line = picture.kind(f"course{i}")[0]
-        assert [seconds(x) for x, _ in line] == near(*(at for at, _ in wanted), abs=0.05)
-        assert [gib(y) for _, y in line] == near(*(level / GIB for _, level in wanted), abs=0.1)
+            wanted += [(start, wanted[-1][1]), (start, during), (end, during), (end, after)]
+        # before its first action a rank holds what that will hold
+        wanted[0] = (0.0, wanted[2][1])
+        wanted[1] = (wanted[1][0], wanted[2][1])
+        assert line.get_xdata() == pytest.approx([at for at, _ in wanted])
+        assert line.get_ydata() == pytest.approx([level / GIB for _, level in wanted])
+
+
+def boxes(axes: Any) -> dict[tuple[int, float, float], str]:
+    """(row, start, end) of all boxes of a schedule -> colour."""
+    found = {}
+    for patch in (patch for patch in axes.patches if isinstance(patch, PathPatch)):
+        colour = "#" + "".join(f"{round(255 * part):02x}" for part in patch.get_facecolor()[:3])
+        for corners in patch.get_path().to_polygons(closed_only=False):
+            (left, low), (right, high) = corners.min(0).tolist(), corners.max(0).tolist()
+            assert high - low == pytest.approx(0.84)
+            found[round((low + high) / 2), left, right] = colour
+    return found
 
 
 @pytest.mark.parametrize("kind", ("1f1b", "zero-bubble-v"))
 def test_actions_are_boxes_at_their_times(kind):
+    """With the numbers of their microbatches, in the row of their rank."""
     plan = plans.plan(4, 6, kind)
     schedule, simulation = plan.timeline.schedule, plan.timeline.simulation
-    picture = Picture(figures.timeline(plan))
-    read = picture.scale(0)
-    for rank in range(4):
-        top = 34 + 20 * rank
-        boxes = sorted(
-            (x, width, fill)
-            for x, y, width, height, fill, _ in picture.boxes
-            if y == top + 2 and height == 16 and fill != "idle"
-        )
-        assert [*picture.legend()] == [*("FB" if kind == "1f1b" else "FIW"), "idle"]
-        actions = list(zip(schedule.actions[rank], simulation.times[rank], strict=True))
-        assert [fill for *_, fill in boxes] == [action.kind for action, _ in actions]
-        assert [read(x) for x, *_ in boxes] == near(*(start for _, (start, _) in actions), abs=0.05)
-        ends = [read(x + width) for x, width, _ in boxes]
-        assert ends == near(*(end for _, (_, end) in actions), abs=0.05)
-        numbered = [action for action, _ in actions if not action.chunk]
-        numbers = {
-            x: words for x, y, words, size in picture.texts if size == "tiny" and y == top + 14
-        }
-        assert [*numbers.values()] == [str(action.micro) for action in numbered]
-        middles = [(start + end) / 2 for action, (start, end) in actions if not action.chunk]
-        assert [read(x) for x in numbers] == near(*middles, abs=0.05)
-        idle = 1 - sum(end - start for start, end in simulation.times[rank]) / simulation.span
-        assert f"{idle:.0%} idle" in [words for _, y, words, _ in picture.texts if y == top + 14]
+    figure = painted(figures.paint_timeline, plan)
+    (axes,) = figure.axes
+    fills = [draw.KINDS[kind].title for kind in ("FB" if kind == "1f1b" else "FIW")]
+    assert legend(figure) == [*fills, *(["chunk 1"] if schedule.chunks > 1 else []), "idle"]
+    wanted, numbers = {}, {}
+    for rank, actions in enumerate(schedule.actions):
+        wanted[rank, 0.0, simulation.span] = draw.IDLE.colour
+        for action, (start, end) in zip(actions, simulation.times[rank], strict=True):
+            shade = draw._shade(draw.KINDS[action.kind].colour, action.chunk, schedule.chunks)
+            wanted[rank, start, end] = shade
+            numbers[(start + end) / 2, rank] = str(action.micro)
+        busy = sum(end - start for start, end in simulation.times[rank])
+        idle = f"{1 - busy / simulation.span:.0%}"
+        assert cells(axes, rank) == [idle, f"{simulation.peak[rank]:.4g}"]
+    assert boxes(axes) == wanted
+    plain = [text for text in axes.texts if not hasattr(text, "xy")]
+    assert {text.get_position(): text.get_text() for text in plain} == numbers
+    assert axes.get_xlim() == (0, simulation.span) and axes.get_ylim()[0] > axes.get_ylim()[1]
 
 
 def test_of_a_long_schedule_both_ends_are_shown():
@@ -280,22 +202,22 @@ def test_of_a_long_schedule_both_ends_are_shown():
     (first, part), (last, span) = figures.windows(plan.timeline)
     assert (first, span) == (0, plan.timeline.simulation.span)
     assert part == span - last == pytest.approx(span * 240 / 512)
+    left, right = painted(figures.paint_timeline, plan).axes
+    assert left.get_xlim() == (first, part) and right.get_xlim() == (last, span)
+    for axes, (low, high) in ((left, (first, part)), (right, (last, span))):
+        assert all(low <= start < end <= high for _, start, end in boxes(axes))
+        assert len(boxes(axes)) > 4 * 240
 
 
 def test_traffic_is_a_bar_for_each_tier():
-    plan = plans.plan()
-    picture = Picture(figures.traffic(plan))
-    read, bars = picture.scale(0), picture.fill(*figures.AXES)
-    assert [*picture.legend()] == ["tp", "dp", "pp"]
-    assert 660 < max(x + width for x, _, width, *_ in bars) < 700
-    starts = {"tp": [0], "pp": [0], "dp": [4, 0]}
-    places = [(40, "tp", 310), (80, "pp", 4), (80, "dp", 20), (120, "dp", 11)]
-    for (x, y, width, _, fill, hint), (row, axis, sent) in zip(bars, places, strict=True):
-        start = starts[axis].pop(0)
-        assert (y, fill) == (row, axis) and hint.startswith(f"{axis} over ")
-        assert [read(x), read(x + width)] == near(start, start + sent, abs=0.1)
-    said = [words for *_, words, kind in picture.texts if "of the step" in words]
-    assert said == [
+    figure = painted(figures.paint_traffic, plans.plan())
+    (axes,) = figure.axes
+    assert legend(figure) == ["tp", "dp", "pp"]
+    wanted = [(0, 0, 310, "node, tp"), (1, 0, 20, "leaf, dp"), (1, 20, 24, "leaf, pp")]
+    wanted.append((2, 0, 11, "core, dp"))
+    for (*bar, hint), (*place, name) in zip(spans(axes), wanted, strict=True):
+        assert bar == pytest.approx(place) and hint.startswith(f"{name}: ")
+    assert [text for text in texts(axes) if "of the step" in text] == [
         "310 GB; busy 19.6 s, 20% of the step",
         "24 GB; busy 4.9 s, 5% of the step",
         "11 GB; busy 2.94 s, 3% of the step",
@@ -304,60 +226,52 @@ def test_traffic_is_a_bar_for_each_tier():
 
 def test_fleets_are_where_their_days_and_costs_are():
     plan = plans.plan()
-    picture = Picture(figures.front(plan))
-    left = [dot for dot in picture.dots if dot[0] <= 430]
-    right = [dot for dot in picture.dots if dot[0] > 430]
-    ticks = picture.ticks(0)
-    for dots, worths, low, high in (
-        (left, [lambda f: f.gpus], 60, 430),
-        (right, [plan.rent_cost, plan.owning_cost], 530, 900),
+    left, right = painted(figures.paint_front, plan).axes
+    for axes, worths in (
+        (left, [lambda fleet: fleet.gpus]),
+        (right, [plan.rent_cost, plan.owning_cost]),
     ):
-        panel = Picture(Drawing("", 0))
-        panel.texts = [t for t in picture.texts if low - 60 < t[0] <= high]
-        panel.lines = [
-            (p, k) for p, k in picture.lines if low <= p[0][0] and p[-1][0] <= high + 0.1
-        ]
-        days, across = panel.scale(0, log=True), panel.scale(1, log=True)
+        assert axes.get_xscale() == axes.get_yscale() == "log"
         wanted = [(plan.days(f.estimate), worth(f)) for worth in worths for f in plan.fleets]
-        assert [days(x) for x, *_ in dots] == near(*(d.seconds for d, _ in wanted))
-        assert [across(y) for _, y, *_ in dots] == pytest.approx([w for _, w in wanted], rel=0.02)
-        whiskers = panel.kind("whisker")
-        assert [days(line[0][0]) for line in whiskers] == near(*(d.low for d, _ in wanted))
-        assert [days(line[1][0]) for line in whiskers] == near(*(d.high for d, _ in wanted))
-        assert all(low < x < high and 40 < y < 250 for x, y, *_ in dots)
-        best = [(x, y) for x, y, _, kind in dots if kind == "dot"]
-        curves = [panel.kind(f"course{i}")[0] for i in range(len(worths))]
-        assert [point for curve in curves for point in curve] == best
-    assert ticks
-    counts = [words for _, _, words, _ in picture.texts if words.replace(",", "").isdigit()]
-    assert {f"{fleet.gpus:,}" for fleet in plan.fleets} <= {*counts}
+        for bar, (days, worth) in zip(axes.containers, wanted, strict=True):
+            dot, _, (whisker,) = bar.lines
+            assert (dot.get_xdata()[0], dot.get_ydata()[0]) == (days.seconds, worth)
+            ((low, _), (high, _)) = whisker.get_segments()[0]
+            assert [low, high] == pytest.approx([days.low, days.high])
+        curves = [line for line in axes.lines if len(line.get_xdata()) == len(plan.front)]
+        for curve, worth in zip(curves, worths, strict=True):
+            assert [*curve.get_ydata()] == [worth(fleet) for fleet in plan.front]
+            assert [*curve.get_xdata()] == [plan.days(f.estimate).seconds for f in plan.front]
+    assert {f"{fleet.gpus:,}" for fleet in plan.fleets} == {*texts(left)}
 
 
 @pytest.mark.parametrize("count", (1, 2, 4, 9, 12, 13, 500))
-def test_boxes_of_a_row_are_centred_and_do_not_touch(count):
-    drawing = Drawing("", 100)
-    figures._draw_row(drawing, count, 20, "row")
-    picture, places = Picture(drawing), figures._box_places(count)
-    assert len(places) == min(count, 12) and sum(places) / len(places) == pytest.approx(310)
-    lefts = [(x, width) for x, _, width, *_ in picture.boxes]
-    assert all(x + width < other for (x, width), (other, _) in zip(lefts, lefts[1:], strict=False))
-    assert 0 <= lefts[0][0] and sum(lefts[-1]) <= 620
-    dots = [x for x, _, words, _ in picture.texts if words == "…"]
-    assert dots == ([pytest.approx(places[-2], abs=PIXEL)] if count > 12 else [])
-    assert len(lefts) == len(places) - len(dots)
+def test_boxes_of_a_row_are_centred(count):
+    places = figures.box_places(count)
+    assert len(places) == min(count, 12) and sum(places) / len(places) == pytest.approx(0.5)
+    gaps = [b - a for a, b in zip(places, places[1:], strict=False)]
+    assert not gaps or min(gaps) == pytest.approx(max(gaps)) == pytest.approx(1 / max(4, len(places)))
+    assert 0 < places[0] and places[-1] < 1
 
 
-@pytest.mark.parametrize("above, below", ((1, 4), (2, 7), (5, 12), (3, 100), (12, 12)))
-def test_every_box_hangs_on_one_above(above, below):
-    drawing = Drawing("", 100)
-    figures._draw_wires(drawing, above, below, 20, 90)
-    lines = Picture(drawing).kind("wire")
-    assert [x for _, (x, _) in lines] == pytest.approx(figures._box_places(below), abs=PIXEL)
-    assert all((start[1], end[1]) == (48, 90) for start, end in lines)
-    tops = [start[0] for start, _ in lines]
-    assert tops == sorted(tops)
-    joined = [tops.count(x) for x in dict.fromkeys(tops)]
-    assert len(joined) == min(above, below, 12) and max(joined) - min(joined) <= 1
+def test_every_box_of_the_cluster_hangs_on_one_above():
+    (axes,) = painted(figures.paint_cluster, plans.plan(nodes=384)).axes
+    bars = spans(axes)
+    rows = [[x for x, *_, at in boxes_at(axes) if at == y] for y in range(5)]
+    assert [len(row) for row in rows] == [1, 3, 12, 12, 8] and len(bars) == 36
+    for y, (above, row) in enumerate(zip(rows, rows[1:], strict=False), 1):
+        wires = [line for line in axes.lines if line.get_ydata()[1] == y - 0.25]
+        assert [line.get_xdata()[1] for line in wires] == pytest.approx(row)
+        tops = [line.get_xdata()[0] for line in wires]
+        counts = [tops.count(x) for x in dict.fromkeys(tops)]
+        assert {*tops} <= {*above, 0.5} and max(counts) - min(counts) <= 1
+
+
+def boxes_at(axes: Any) -> list[tuple[float, int]]:
+    """(middle, row) of each box."""
+    return [(round(x, 9), round(y)) for x, y in (
+        (patch.get_x() + patch.get_width() / 2, patch.get_y() + patch.get_height() / 2) for patch in axes.patches
+    )]
 
 
 def test_numbers_spread_evenly_have_both_ends():
