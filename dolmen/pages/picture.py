@@ -28,7 +28,7 @@ INK, FAINT, LINE, SHADE, PAPER, RED, BLUE, ORANGE, GREEN, VIOLET, GOLD = (
 )
 INSIDE = "#16202a"
 """Colour of text on a fill, which is the same in both themes."""
-STYLE: dict[str, Any] = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "dolmen",
     "font.sans-serif": ["DejaVu Sans"],

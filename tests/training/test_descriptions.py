@@ -49,7 +49,7 @@ def test_a_diagram_of_calibration_has_a_mark_for_each_bin(monkeypatch):
     bottom, top = axis.get_ylim()
     assert 0.4 < low < 0.5 and 1 < high < 1.1 and -0.1 < bottom < 0 and 1 < top < 1.1
     title = f"a run\naccuracy 0.650, calibration error {calibration().error:.3f}"
-    assert axis.get_title() == title
+    assert axis.get_title("left") == title
     labels = axis.get_xlabel(), axis.get_ylabel()
     assert labels == ("confidence in the preferred completion", "accuracy")
     monkeypatch.undo()
