@@ -25,7 +25,7 @@ COLUMNS = {"bubble": 40, "live": 66}
 
 
 class Panel(NamedTuple):
-    """What one panel shows of a simulated schedule."""
+    """The ranks and the time of a simulated schedule that one panel shows."""
 
     title: str
     schedule: Schedule

@@ -337,8 +337,8 @@ MOST_BOXES = 12  # of a row; more are counted, not drawn
 
 def box_places(count: int) -> list[float]:
     """Return where the boxes in a row of `count` are, from 0 to 1; at most 12 are drawn."""
-    drawn = min(count, MOST_BOXES)
-    return [0.5 + (i - (drawn - 1) / 2) / max(drawn, 4) for i in range(drawn)]
+    boxes = min(count, MOST_BOXES)
+    return [0.5 + (i - (boxes - 1) / 2) / max(boxes, 4) for i in range(boxes)]
 
 
 ABOVE = {"textcoords": "offset points", "color": FAINT}
