@@ -6,8 +6,12 @@ from types import SimpleNamespace
 import pytest
 from matplotlib.figure import Figure
 
+from dolmen.core.log import size
+from dolmen.families.adapters import AdapterConfig
+from dolmen.families.model import model_from_fields
 from dolmen.objectives.reward import BINS
-from dolmen.training import evaluate
+from dolmen.training import evaluate, report
+from dolmen.training.config import RunConfig
 from dolmen.training.evaluate import Calibration, SourceValidation, describe_source
 
 
@@ -71,3 +75,58 @@ def test_bits_per_byte_are_nats_of_all_tokens_over_their_bytes():
     rows = {"a": SimpleNamespace(tokens=100, bytes=150), "b": SimpleNamespace(tokens=9, bytes=None)}
     losses = {"a": 3 * math.log(2), "b": 1.0}
     assert evaluate.bits_per_byte(losses, rows) == {"a": pytest.approx(2)}
+
+
+HIDDEN, FFN, VOCABULARY, LAYERS = 32, 48, 300, 2
+MATRICES = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN  # of a layer
+MODEL = model_from_fields(
+    "llama",
+    dict(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        tie_word_embeddings=False,
+    ),
+)
+
+
+def test_adapters_are_told_with_their_share_and_what_int8_saves():
+    """Of rank 4 beside every linear layer but the head: A has as many columns as the layer has
+    inputs, B as many rows as it has outputs.
+    """
+    adapter = AdapterConfig(rank=4, alpha=8.0, frozen="int8")
+    run = RunConfig(model=MODEL, adapter=adapter)
+    trained = LAYERS * 4 * (4 * 2 * HIDDEN + 3 * (HIDDEN + FFN))
+    whole = 2 * VOCABULARY * HIDDEN + LAYERS * (MATRICES + 2 * HIDDEN) + HIDDEN
+    outputs = LAYERS * (4 * HIDDEN + 2 * FFN + HIDDEN)  # a scale of fp32 for each
+    full = whole + trained + outputs
+    wide = 4 * LAYERS * MATRICES
+    assert report.describe_adapters(run) == (
+        f"rank 4, alpha 8, on all-linear: {size(trained)} of {size(full)} parameters are trained "
+        f"({trained / full:.2%}); {size(wide, 'B')} of the frozen ones are stored in int8 "
+        f"({size(wide // 4 + 4 * outputs, 'B')})"
+    )
+    plain = RunConfig(model=MODEL, adapter=AdapterConfig(rank=4))
+    assert report.describe_int8(plain) == ""
+
+
+def test_warmup_is_told_in_steps_and_in_tokens():
+    run = SimpleNamespace(warmup_steps=12.5, optimizer=SimpleNamespace(warmup_tokens=None))
+    assert report.describe_warmup(run) == "12.5"
+    run.optimizer.warmup_tokens = 5_000_000
+    assert report.describe_warmup(run) == "12.5 (5 M tokens)"
+
+
+def test_of_the_products_those_in_eight_bits_are_told():
+    params = {
+        "a": SimpleNamespace(products=300, fp8="e4m3"),
+        "b": SimpleNamespace(products=100, fp8=None),
+        "c": SimpleNamespace(products=0, fp8=None),
+    }
+    run = SimpleNamespace(
+        trained=SimpleNamespace(params=params), train=SimpleNamespace(dtype="bfloat16")
+    )
+    said = "75% of its matrix multiply-adds, the rest in bfloat16"
+    assert report.describe_fp8(run) == said
