@@ -1,8 +1,9 @@
 """Tasks of lm_eval beside its own `hf` backend: a tiny model, local tasks, and no network."""
 
 import json
+import random
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from lm_eval.tasks import TaskManager
 
 import dolmen
 from dolmen.conversion.source import open_source
+from dolmen.evaluation import harness as harnesses
 from dolmen.evaluation import model, perplexity
 from dolmen.evaluation import tasks as harnessed
 from dolmen.evaluation.config import EvaluateConfig
@@ -201,3 +203,114 @@ def test_a_task_that_scores_too_much_at_once_is_refused(folder, monkeypatch):
     monkeypatch.setattr(perplexity, "score_rows", None)  # is not asked
     with pytest.raises(ValueError, match="65 tokens to be scored at once.*embeddings is 64"):
         made._loglikelihood_tokens([(None, [1], [2] * 65)])
+
+
+class Letters:
+    """A tokenizer of letters: BOS is 1, written ^, and EOS is 2, written $."""
+
+    bos_token_id: int | None = 1
+    eos_token_id = 2
+    name_or_path = "org/a/model"
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids = [{"^": 1, "$": 2}.get(letter, ord(letter)) for letter in text]
+        return [1] * add_special_tokens + ids
+
+    def decode(self, ids) -> str:
+        ids = [ids] if isinstance(ids, int) else ids
+        return "".join({1: "^", 2: "$"}.get(number, chr(number)) for number in ids)
+
+    def apply_chat_template(self, messages, **options):
+        return messages, options
+
+
+@pytest.fixture
+def toy(monkeypatch) -> Harness:
+    """A model of 8 positions whose log-probability of a token is -token, and that predicts a token
+    which is one more than that before it.
+    """
+
+    def score_rows(model, rows, mesh, schedule):
+        texts = [rows.read(i) for i in range(len(rows.lengths))]
+        likelihoods, correct = [], []
+        for text, first in zip(texts, rows.firsts, strict=True):
+            assert len(text) <= 9
+            likelihoods.append(-float(text[first:].sum()))
+            correct.append(int((text[first:] == text[first - 1 : -1] + 1).sum()))
+        return perplexity.RowScores(np.array(likelihoods), np.array(correct))
+
+    monkeypatch.setattr(harnesses.perplexity, "score_rows", score_rows)
+    spec = SimpleNamespace(max_position_embeddings=8)
+    loaded = SimpleNamespace(model=SimpleNamespace(spec=spec), mesh=None, schedule=None)
+    return Harness(loaded, Letters())
+
+
+def test_tokens_of_a_harness_are_those_of_its_tokenizer(toy):
+    assert (toy.tokenizer_name, toy.eot_token_id, toy.prefix_token_id) == ("org__a__model", 2, 1)
+    assert toy.tok_encode("ab") == [1, 97, 98] and toy.tok_encode("^ab") == [1, 97, 98]
+    assert toy.tok_encode("ab", add_special_tokens=False) == [97, 98]
+    assert toy.tok_encode("^a", add_special_tokens=True) == [1, 1, 97]
+    toy.tokenizer.bos_token_id = None
+    assert toy.prefix_token_id == 2
+    for prompt in (True, False):
+        messages, options = toy.apply_chat_template(["m"], prompt)
+        assert messages == ["m"] and options == {
+            "tokenize": False,
+            "add_generation_prompt": prompt,
+            "continue_final_message": not prompt,
+        }
+
+
+def test_a_continuation_is_scored_behind_what_fits_of_its_context(toy):
+    score = toy._loglikelihood_tokens
+    assert score([]) == []
+    assert score([(None, [5, 6], [7, 8]), (None, [5], [7, 8])]) == [(-15, True), (-15, False)]
+    # nine tokens: the last is not read
+    assert score([(None, [9] * 20, list(range(8)))]) == [(-28, False)]
+    for continuation in ([], [1] * 9):
+        with pytest.raises(ValueError, match=f"asks for {len(continuation)} tokens"):
+            score([(None, [1], continuation)])
+
+
+def test_the_likelihood_of_a_text_is_that_of_its_windows(toy):
+    texts = ["a" * 19, "b"]
+    found = toy.loglikelihood_rolling([SimpleNamespace(args=(text,)) for text in texts])
+    # of all its tokens, BOS included, each once
+    assert found == [-1 - 97 * 19, -1 - 98]
+
+
+def test_requests_of_equal_options_are_one_batch(toy, monkeypatch):
+    batches = []
+
+    def generate_texts(loaded, tokenizer, prompts, sampling, until):
+        batches.append((prompts, sampling, until))
+        return [f"{len(batches)}: {tokenizer.decode(prompt)}" for prompt in prompts]
+
+    monkeypatch.setattr(harnesses.model, "generate_texts", generate_texts)
+    short, cold = {"until": ["!", ""], "max_gen_toks": 3}, {"until": "?", "max_gen_toks": 6}
+    cold |= {"temperature": 0.5, "do_sample": True}
+    requests = [
+        SimpleNamespace(args=args)
+        for args in (("abcdefgh", short), ("xyz", cold), ("q", dict(short)))
+    ]
+    assert toy.generate_until(requests) == ["1: defgh", "2: yz", "1: ^q"]
+    (_, first, until), (_, second, other) = batches
+    assert until == ["!", "$"] and other == ["?", "$"]
+    assert (first.max_new_tokens, second.max_new_tokens) == (3, 6)
+    assert (first.temperature, second.temperature) == (0.0, 0.5) and first.stop == (2,)
+    with pytest.raises(ValueError, match="asks for 8 new tokens"):
+        toy.generate_until([SimpleNamespace(args=("a", {"until": [], "max_gen_toks": 8}))])
+
+
+def test_numbers_of_results_are_metrics_with_a_filter():
+    results = {"arc": {"acc,none": 1, "alias": "arc", "x,none": "text", "sample_len": 3}}
+    assert harnesses._numbers({"results": results}) == {"arc": {"acc,none": 1.0}}
+
+
+def test_random_states_are_restored():
+    def draw() -> tuple:
+        return random.random(), float(np.random.rand()), float(torch.rand(()))
+
+    with harnesses.preserve_random_state():
+        first = draw()
+    assert draw() == first
