@@ -1,4 +1,4 @@
-"""Five collectives with types. Per mesh axis a tensor is R (replicated, gradient P), I (invariant,
+"""Seven collectives with types. Per mesh axis a tensor is R (replicated, gradient P), I (invariant,
 gradient I), S(d) (sharded along d, gradient S(d)) or P (partial sum, gradient R); each backward
 follows from the types.
 
@@ -7,6 +7,8 @@ follows from the types.
     all_reduce_     P -> I      all-reduce       | I -> R      no-op            Megatron's g
     all_gather      S(d) -> R   all-gather       | P -> S(d)   reduce-scatter   g-bar of sequence
     reduce_scatter  P -> S(d)   reduce-scatter   | S(d) -> R   all-gather       parallelism
+    gather          S(d) -> I   all-gather       | I -> S(d)   local part
+    split           I -> S(d)   local part       | S(d) -> I   all-gather
     exchange        rows to the ranks they are   | the same rows, back
                     for, unequal numbers of them
 
@@ -149,6 +151,36 @@ class _ReduceScatter(TypedFunction):
         return _all_gather_dim(g, *ctx.kept), None, None
 
 
+class _Gather(TypedFunction):
+    """S(dim) -> I; backward takes the local part."""
+
+    @staticmethod
+    def forward(ctx: Context[Dim], x: Tensor, dim: int, axis: Axis) -> Tensor:
+        """Return x of all ranks of the axis, concatenated along dim."""
+        ctx.kept = dim, axis
+        return _all_gather_dim(x, dim, axis)
+
+    @staticmethod
+    def backward(ctx: Context[Dim], g: Tensor) -> tuple[Tensor, None, None]:
+        """Return this rank's part, along dim, of the gradient, which is whole on every rank."""
+        return local_part(g, *ctx.kept), None, None
+
+
+class _Split(TypedFunction):
+    """I -> S(dim); backward all-gathers."""
+
+    @staticmethod
+    def forward(ctx: Context[Dim], x: Tensor, dim: int, axis: Axis) -> Tensor:
+        """Return this rank's part of x along dim."""
+        ctx.kept = dim, axis
+        return local_part(x, dim, axis).contiguous()
+
+    @staticmethod
+    def backward(ctx: Context[Dim], g: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradients of all ranks of the axis, concatenated along dim (all-gather)."""
+        return _all_gather_dim(g, *ctx.kept), None, None
+
+
 class _AllToAll(TypedFunction):
     """Rows to the ranks they are for; backward sends gradients back."""
 
@@ -211,6 +243,22 @@ def reduce_scatter(x: Shaped[Tensor, "*whole"], dim: int, axis: Axis) -> Shaped[
     # only for its check that the axis divides the dim
     local_part(x, dim, axis)
     return _ReduceScatter.apply(x, dim, axis)
+
+
+def gather(x: Shaped[Tensor, "*here"], dim: int, axis: Axis) -> Shaped[Tensor, "*whole"]:
+    """Return the parts x of all ranks of the axis concatenated along dim, for computation that is
+    the same on every rank (S(dim) -> I): the gradient is whole on each, and backward keeps this
+    rank's part. An axis of size 1 returns x.
+    """
+    return x if axis.size == 1 else _Gather.apply(x, dim, axis)
+
+
+def split(x: Shaped[Tensor, "*whole"], dim: int, axis: Axis) -> Shaped[Tensor, "*here"]:
+    """Return this rank's equal part, along dim, of x, which is the same on every rank of the axis
+    (I -> S(dim)); backward all-gathers the gradient. An axis of size 1 returns x. Raises ValueError
+    where the axis does not divide the dim.
+    """
+    return x if axis.size == 1 else _Split.apply(x, dim, axis)
 
 
 def all_to_all(

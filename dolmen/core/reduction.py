@@ -32,28 +32,35 @@ def widen(x: Shaped[Tensor, "*shape"]) -> Shaped[Tensor, "*shape"]:
 
 class Tree:
     """The sum of `leaves` tensors by the tree of `tree_sum`, given one at a time in any order. In
-    order, at most log2(leaves) + 1 sums are held at once. Sums of half precision are fp32.
+    order, at most log2(leaves) + 1 sums are held at once. Sums of half precision are fp32. A leaf
+    of zeros may be given as None.
     """
 
     def __init__(self, leaves: int):
         """Start a sum of `leaves` tensors."""
         self.leaves = leaves
-        self.waiting: dict[tuple[int, int], Tensor] = {}
+        self.waiting: dict[tuple[int, int], Tensor | None] = {}
         """Sums whose neighbour has not come, by the number of nodes of their level and their
         index.
         """
 
-    def add(self, index: int, leaf: Tensor) -> Tensor | None:
-        """Add leaf number `index`, a tensor, which may be overwritten. Return the sum of all when
-        this was the last leaf that was missing, else None.
+    def add(self, index: int, leaf: Tensor | None) -> Tensor | None:
+        """Add leaf number `index`, a tensor, which may be overwritten; None: zeros. Return the sum
+        of all when this was the last leaf that was missing, else None; None, too, if all are zeros.
         """
         nodes = self.leaves
         while nodes > 1:
             if index ^ 1 < nodes:  # else the last of an odd number: it waits for the next round
-                neighbour = self.waiting.pop((nodes, index ^ 1), None)
-                if neighbour is None:
+                if (nodes, index ^ 1) not in self.waiting:
                     self.waiting[nodes, index] = leaf
                     return None
-                leaf = widen(neighbour).add_(leaf)
+                leaf = _add(self.waiting.pop((nodes, index ^ 1)), leaf)
             index, nodes = index // 2, -(-nodes // 2)
         return leaf
+
+
+def _add(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    """Return a + b, None standing for zeros; a, or a copy of half precision's, is overwritten."""
+    if a is None or b is None:
+        return b if a is None else a
+    return widen(a).add_(b)

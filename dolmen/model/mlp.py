@@ -27,7 +27,7 @@ gradient and counts the chosen experts in a tally: once per microbatch, however 
 runs forward.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -54,9 +54,10 @@ from dolmen.model.spec.layers import Activation
 from dolmen.model.split import ModelSplit
 from dolmen.ops import invariant, moe
 from dolmen.ops.elementwise import ACTIVATIONS, clamped_swiglu
-from dolmen.parallel import expert
+from dolmen.parallel import expert, tensor
 from dolmen.parallel.data import Unit
-from dolmen.parallel.tensor import Linear
+from dolmen.parallel.exact import round_losses
+from dolmen.parallel.tensor import Linear, TensorParallel
 
 
 class MLP(Branch):
@@ -69,8 +70,8 @@ class MLP(Branch):
         by names without the layer's prefix.
         """
         super().__init__()
-        activations = ACTIVATIONS if setting.split.tp.exact is None else invariant.ACTIVATIONS
-        self.tp, self.act = setting.split.tp, activations[mlp.activation]
+        self.tp = setting.split.tp
+        self.act = _activations(self.tp)[mlp.activation]
         self.gate = ColumnParallelLinear(select_prefix(params, "gate")) if mlp.gated else None
         self.up = ColumnParallelLinear(select_prefix(params, "up"))
         if self.gate is not None:
@@ -101,16 +102,21 @@ class MLP(Branch):
         return hidden * rest[0] if rest else hidden
 
 
+def _activations(tp: TensorParallel) -> Mapping[str, Callable[[Tensor], Tensor]]:
+    """Return the activations by name, with exact numerics those whose bits no layout changes."""
+    return ACTIVATIONS if tp.exact is None else invariant.ACTIVATIONS
+
+
 class Router(ParameterModule):
     """Router of an MoE layer: x [n, hidden] R@tp -> logits of every expert [n, experts], in fp32 or
     wider, and the Routing (chosen experts and weights). Its balance `bias` affects the choice
     alone, and is moved by training/balance.py, not by gradients.
     """
 
-    def __init__(self, experts: spec.MoESpec, params: ParamSpecs):
+    def __init__(self, experts: spec.MoESpec, params: ParamSpecs, tp: TensorParallel):
         """Register the weight and biases of `params`, and keep how the spec chooses experts."""
         super().__init__({n: param for n, param in params.items() if "." not in n})
-        self.k, self.choice = experts.per_token, experts.router
+        self.k, self.choice, self.tp = experts.per_token, experts.router, tp
         # GPT-OSS learns a bias of the logits; `bias` acts on the choice alone
         logits_params = select_prefix(params, "logits")
         self.logits = ParameterModule(logits_params) if logits_params else None
@@ -125,9 +131,14 @@ class Router(ParameterModule):
         wide = torch.promote_types(self.weight.dtype, torch.float32)
         # fp32: in bf16, 8 bits of mantissa, two of 256 logits are often equal, and top-k is
         # arbitrary
-        logits = F.linear(x.to(wide), local(self.weight).to(wide))
+        x, weight, bias = x.to(wide), local(self.weight).to(wide), None
         if self.logits is not None and self.logits.bias is not None:
-            logits = logits + local(self.logits.bias).to(wide)
+            bias = local(self.logits.bias).to(wide)
+        if self.tp.exact is None:
+            logits = F.linear(x, weight)
+            logits = logits if bias is None else logits + bias
+        else:
+            (logits,) = tensor.products(x, [Linear(weight, bias)], self.tp)
         # added to the scores for top-k, and not to the weights
         choice, bias = self.choice, None if self.bias is None else local(self.bias)
         return logits, moe.route(
@@ -141,6 +152,7 @@ class Router(ParameterModule):
             groups_per_token=choice.groups_per_token,
             group_score=choice.group_score,
             experts=chosen,
+            exact=self.tp.exact is not None,
         )
 
 
@@ -154,7 +166,7 @@ class Experts(nn.Module):
         their width split over tp).
         """
         super().__init__()
-        self.gated = _gated_activation(experts.activation)
+        self.gated = _gated_activation(experts.activation, split.tp)
         self.share = float(split.tp.axis.rank == 0)  # of tp, where the bias of `down` joins the sum
         # each has rows of all tokens of its ep, and so of no one's tokens in particular
         # number of this rank's first expert: each ep rank has an equal, contiguous range
@@ -166,11 +178,16 @@ class Experts(nn.Module):
 
     @profiling.record_function_range("experts")
     def forward(
-        self, rows: Float[Tensor, "m hidden"], groups: moe.Groups
+        self, rows: Float[Tensor, "m hidden"], groups: moe.Groups, leaves: expert.Leaves = ()
     ) -> Float[Tensor, "m hidden"]:
         """Return the experts' outputs for `rows`, sorted by expert into `groups`: [m, hidden], a
-        partial sum over tp.
+        partial sum over tp; with exact numerics, where groups have `leaves`, the sum.
         """
+        if self.tp.exact is not None:
+            ins = [self.gate.linear(), self.up.linear()]
+            gate, up = expert.leaf_linears(rows, ins, leaves, self.tp)
+            hidden = self.gated(gate, up)
+            return expert.leaf_linears(hidden, [self.down.linear()], leaves, self.tp)[0]
         # [m, expert width / tp]
         gate, up = (
             self._grouped_linear(rows, projection.linear(), groups)
@@ -205,16 +222,17 @@ class Experts(nn.Module):
 
 
 def _gated_activation(
-    activation: Activation | spec.ClampedSwiGLU,
+    activation: Activation | spec.ClampedSwiGLU, tp: TensorParallel
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the function (gate, up) -> hidden of an expert: act(gate) * up, or GPT-OSS's clamped
     SwiGLU.
     """
     match activation:
         case spec.ClampedSwiGLU(alpha, limit):
-            return partial(clamped_swiglu, alpha=alpha, limit=limit)
+            sigmoid = torch.sigmoid if tp.exact is None else invariant.sigmoid
+            return partial(clamped_swiglu, alpha=alpha, limit=limit, sigmoid=sigmoid)
         case _:
-            act = ACTIVATIONS[activation]
+            act = _activations(tp)[activation]
             return lambda gate, up: act(gate) * up
 
 
@@ -241,7 +259,7 @@ class MoE(Component):
         self.z = training.z_loss_coef
         # counts stay on the device; a loop needs them on the host
         self.kernel = split.kernels.grouped == "grouped_mm"
-        self.router = Router(experts, select_prefix(params, "router"))
+        self.router = Router(experts, select_prefix(params, "router"), split.tp)
         self.experts = Experts(experts, select_prefix(params, "experts"), split)
         # computed by every token; entered and left together with the experts, so it costs no
         # collective
@@ -278,9 +296,10 @@ class MoE(Component):
         the shared expert. Calls `inputs.on_routing` with the chosen experts [n, k], and adds the
         router losses to the gradient if `inputs.balance` is set.
         """
+        exact = self.tp.exact is not None
         # under sequence parallelism tokens are gathered: every tp rank routes all of them alike
-        x = self.tp.enter(x)
-        logits, routing = self.router(x, inputs.forced_experts)
+        entered = self.tp.gather_replicated(x) if exact else self.tp.enter(x)
+        logits, routing = self.router(entered, inputs.forced_experts)
         if inputs.on_routing is not None:
             inputs.on_routing(routing.experts)
         # [n, k]
@@ -289,13 +308,21 @@ class MoE(Component):
             weights = self._add_router_losses(logits, routing, inputs.batch, inputs.balance)
         # n k rows, sorted by expert: those of one expert are one matrix product
         order = moe.sort(routing.experts, self.number)
+        batch = inputs.batch
+        leaves = moe.sequence_counts(routing.experts, batch, self.number) if exact else None
         # all-to-all: each row goes to the ep rank of its expert
-        rows, trip = expert.dispatch(moe.spread(x, order), order.counts, self.ep, self.kernel)
-        rows = expert.combine(self.experts(rows, trip.groups), trip, self.ep)
+        rows, trip = expert.dispatch(
+            moe.spread(entered, order, exact), order.counts, self.ep, self.kernel, leaves
+        )
+        rows = expert.combine(self.experts(rows, trip.groups, trip.leaves), trip, self.ep)
         # back in the order of tokens, sum over k of weight * row
-        y = moe.combine(rows, weights, order)
+        y = moe.combine(rows, weights, order, exact)
+        if exact:
+            # whole on every rank of tp: (a0 + b0) + (a1 + b1) is not (a0 + a1) + (b0 + b1)
+            y = self.tp.split_replicated(y)
+            return y if self.shared is None else y + self._exact_shared_expert(x, entered, inputs)
         return self.tp.leave(
-            y if self.shared is None else y + self._shared_expert(self.shared, x, inputs)
+            y if self.shared is None else y + self._shared_expert(self.shared, entered, inputs)
         )
 
     def _shared_expert(
@@ -310,6 +337,23 @@ class MoE(Component):
         # the gate [n, 1] is the same on all ranks of tp, so it may multiply partial sums
         return y * F.linear(x, local(self.shared_gate.weight)).sigmoid()
 
+    def _exact_shared_expert(
+        self,
+        x: Float[Tensor, "here hidden"],
+        entered: Float[Tensor, "n hidden"],
+        inputs: LayerInputs,
+    ) -> Float[Tensor, "here hidden"]:
+        """Return the output of the shared expert for this rank's tokens x, times the sigmoid of its
+        gate if it has one, with exact numerics. `entered`: all tokens, whose gates every rank of tp
+        computes, so that the gate's gradient is whole on each.
+        """
+        assert self.shared is not None
+        y = self.shared(x, inputs)
+        if self.shared_gate is None:
+            return y
+        (logits,) = tensor.products(entered, [Linear(local(self.shared_gate.weight))], self.tp)
+        return y * self.tp.split_replicated(invariant.sigmoid(logits))
+
     def _add_router_losses(
         self, logits: Tensor, routing: moe.Routing, batch: int, balance: RouterLosses
     ) -> Tensor:
@@ -318,22 +362,31 @@ class MoE(Component):
         the tally.
 
         Every rank of tp computes the same losses, and the gradients of x and of the router are
-        summed over tp: each gives its part. Only counts need the whole sequence: under cp the
-        losses are sums over this rank's tokens.
+        summed over tp: each gives its part. With exact numerics they are whole on each rank. Only
+        counts need the whole sequence: under cp the losses are sums over this rank's tokens.
         """
         # tokens of a whole sequence
         length = len(logits) // batch * self.cp.axis.size
         # counts of this rank's tokens, [batch, experts]
         here = moe.sequence_counts(routing.experts, batch, self.number)
-        uneven = moe.balance_loss(
-            routing.probabilities, collectives.reduce_scalar(here, self.cp.axis), length, self.k
+        exact = self.tp.exact is not None
+        uneven = moe.balance_losses(
+            routing.probabilities,
+            collectives.reduce_scalar(here, self.cp.axis),
+            length,
+            self.k,
+            exact,
         )
         # mean square of logsumexp (ST-MoE, 2202.08906, eq. 5), per sequence
-        z = moe.z_loss(logits, length)
-        # each rank of tp adds 1 / tp of the loss, and the sum over tp makes it whole
-        loss = (self.balance * uneven + self.z * z) / self.tp.axis.size
+        z = moe.z_losses(logits, batch, length)
+        losses = torch.stack((uneven, z), 1)
+        statistics = (round_losses(losses.detach()) if exact else losses.detach().double()).sum(0)
+        loss = (self.balance * uneven + self.z * z).sum()
+        if not exact:
+            # each rank of tp adds 1 / tp of the loss, and the sum over tp makes it whole
+            loss = loss / self.tp.axis.size
         # tally: counts of each expert, balance loss, z loss; float64 counts exactly beyond 2^24
-        statistics = torch.cat([here.sum(0).double(), torch.stack((uneven, z)).detach().double()])
+        statistics = torch.cat([here.sum(0).double(), statistics])
         return _RouterLossGradient.apply(
             routing.weights, loss, balance.scale, statistics, balance.tally
         )

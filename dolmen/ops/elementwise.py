@@ -24,13 +24,17 @@ ACTIVATIONS = {
 
 
 def clamped_swiglu(
-    gate: Float[Tensor, "rows size"], up: Float[Tensor, "rows size"], alpha: float, limit: float
+    gate: Float[Tensor, "rows size"],
+    up: Float[Tensor, "rows size"],
+    alpha: float,
+    limit: float,
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
 ) -> Float[Tensor, "rows size"]:
     """Return SwiGLU with clamped inputs (GPT-OSS, 2508.10925): with a = min(gate, limit) and b = up
-    clamped to +- limit, a sigmoid(alpha a) (b + 1).
+    clamped to +- limit, a sigmoid(alpha a) (b + 1). `sigmoid`: the function of that name.
     """
     gate = gate.clamp(max=limit)
-    return gate * (gate * alpha).sigmoid() * (up.clamp(-limit, limit) + 1)
+    return gate * sigmoid(gate * alpha) * (up.clamp(-limit, limit) + 1)
 
 
 # Where a model drops: of these all but the first in every layer.

@@ -6,10 +6,11 @@ What is known of torch 2.13 on a CPU (MKL 2024.2, oneDNN 3.12, AVX-512), in fp32
     product over K whole    invariant from 16 rows and columns on, with one or two threads; below,
                             or with more threads below 256, MKL takes another kernel
                             -> padded to 16; the self-test refuses thread counts that do not hold
-    exp, log, sqrt, rsqrt, tanh, erf, sums and maxima of contiguous rows, embedding: invariant
+    exp, log, sqrt, rsqrt, tanh, erf, sums and maxima of contiguous rows, softmax, logsumexp, the
+    largest of a row, embedding: invariant
     layer_norm              its gradient of the weight follows the number of rows
                             -> made of means over rows (ops/norm.py)
-    silu, gelu              differ in the remainder of a vector loop
+    silu, sigmoid, gelu     differ in the remainder of a vector loop
                             -> made of exp, tanh, erf, quotients and products
     sum over rows           follows the number of columns -> a tree of additions
     AdamW fused             differs in shards that are no multiple of 8
@@ -27,7 +28,7 @@ Another library may break what holds here, so a run tries its own shapes before 
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -100,6 +101,23 @@ def weight_gradient(
     return sum_of_products(pairs, -(-len(x) // leaf))
 
 
+def sum_leaves(
+    g: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"] | None, leaves: Sequence[int]
+) -> Float[Tensor, "*shape"] | None:
+    """Return the sum over `leaves` of rows, each so many as its number says, of g^T x [out, in], or
+    without x of g [out], in the fixed order of a tree; None where there are no rows. A leaf without
+    rows is zeros.
+    """
+    tree, total = Tree(len(leaves)), None
+    xs = [None] * len(leaves) if x is None else x.split(list(leaves))
+    for i, (a, b) in enumerate(zip(g.split(list(leaves)), xs, strict=True)):
+        leaf = None
+        if len(a):
+            leaf = add_pairs(widen(a), 0) if b is None else product(a.t(), b)
+        total = tree.add(i, leaf)
+    return total
+
+
 def sum_tokens(x: Float[Tensor, " tokens *rest"], leaf: int) -> Float[Tensor, " *rest"]:
     """Return the sum of x over tokens (dim 0), in the fixed order of a tree within each `leaf` of
     tokens, then of one over leaves; half precision is added in fp32. Raises RuntimeError where
@@ -118,6 +136,27 @@ def add_pairs(x: Float[Tensor, "*shape"], dim: int) -> Float[Tensor, "*rest"]:
         added = pairs.select(dim + 1, 0) + pairs.select(dim + 1, 1)
         x = added if even == n else torch.cat((added, x.narrow(dim, even, 1)), dim)
     return x.select(dim, 0)
+
+
+class _SumOver(TypedFunction):
+    """`add_pairs` with a gradient, that of each addend."""
+
+    @staticmethod
+    def forward(ctx: Context[tuple[torch.Size, int]], x: Tensor, dim: int) -> Tensor:
+        """Return the sum of x over `dim`."""
+        ctx.kept = x.shape, dim
+        return add_pairs(x, dim)
+
+    @staticmethod
+    def backward(ctx: Context[tuple[torch.Size, int]], g: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of x, a view of g."""
+        shape, dim = ctx.kept
+        return g.unsqueeze(dim).expand(shape), None
+
+
+def sum_over(x: Float[Tensor, "*shape"], dim: int) -> Float[Tensor, "*rest"]:
+    """Return `add_pairs` of x over `dim`, with autograd."""
+    return _SumOver.apply(x, dim)
 
 
 class _AddBias(TypedFunction):
@@ -170,6 +209,30 @@ class _SiLU(TypedFunction):
 def silu(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
     """Return x sigmoid(x), with autograd, bitwise independent of x's other elements."""
     return _SiLU.apply(x) if x.dtype == torch.float32 else F.silu(x)
+
+
+class _Sigmoid(TypedFunction):
+    """s = 1 / (1 + exp(-x)); backward g s (1 - s), also where exp(-x) is infinite."""
+
+    @staticmethod
+    def forward(ctx: Context[None], x: Tensor) -> Tensor:
+        """Return sigmoid(x), and keep it for backward."""
+        s = torch.exp(-x).add_(1).reciprocal_()
+        ctx.save_for_backward(s)
+        return s
+
+    @staticmethod
+    def backward(ctx: Context[None], g: Tensor) -> Tensor:
+        """Return the gradient of x."""
+        (s,) = ctx.saved_tensors
+        return (1 - s).mul_(s).mul_(g)
+
+
+def sigmoid(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:
+    """Return 1 / (1 + exp(-x)), with autograd, in x's dtype, bitwise independent of x's other
+    elements.
+    """
+    return _Sigmoid.apply(widen(x)).to(x.dtype)
 
 
 def gelu(x: Float[Tensor, "*any"]) -> Float[Tensor, "*any"]:

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from dolmen.core import device
 from dolmen.core.autograd import Context, TypedFunction
+from dolmen.core.reduction import widen
+from dolmen.ops import invariant
 
 
 class Routing(NamedTuple):
@@ -43,6 +45,7 @@ def route(
     groups_per_token: int = 1,
     group_score: Literal["max", "top2"] = "max",
     experts: Int64[Tensor, "n k"] | None = None,
+    exact: bool = False,
 ) -> Routing:
     """Return the routing of each token: the k experts with the best scores, or `experts` if given,
     whatever they score now, and their weights.
@@ -52,12 +55,12 @@ def route(
     `groups` of E / groups neighbours, a token's experts come from its best `groups_per_token`: a
     group scores as its best expert (`group_score` max), or its best two together (top2) (2405.04434
     section 2.1.2; 2412.19437 section 2.1.2). `normalize`: the weights of a token sum to 1, before
-    `scale` multiplies them.
+    `scale` multiplies them. `exact`: bits do not depend on the other tokens.
     """
     if score == "softmax":
         scores = probabilities = logits.softmax(-1)
     else:
-        scores = logits.sigmoid()
+        scores = invariant.sigmoid(logits) if exact else logits.sigmoid()
         probabilities = scores / scores.sum(-1, keepdim=True)
     if experts is None:
         # which experts are chosen has no gradient, their scores do
@@ -132,19 +135,25 @@ class _Spread(TypedFunction):
     """Autograd of `spread`: backward gathers each token's k gradients and adds them."""
 
     @staticmethod
-    def forward(ctx: Context[int], x: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
+    def forward(
+        ctx: Context[tuple[int, bool]], x: Tensor, pairs: Tensor, places: Tensor, exact: bool
+    ) -> Tensor:
         """Return the row of each pair's token, in the order of `pairs`."""
-        ctx.kept = k = len(pairs) // len(x)
+        k = len(pairs) // len(x)
+        ctx.kept = k, exact
         ctx.save_for_backward(places)
         # pair i is choice i % k of token i // k
         return x[pairs // k]
 
     @staticmethod
-    def backward(ctx: Context[int], g: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Context[tuple[int, bool]], g: Tensor) -> tuple[Tensor, None, None, None]:
         """Return, per token, the sum of the gradients of its k rows, gathered by the saved index,
         as they are not side by side.
         """
-        return g[ctx.saved_tensors[0]].view(-1, ctx.kept, g.shape[-1]).sum(1), None, None
+        k, exact = ctx.kept
+        rows = g[ctx.saved_tensors[0]].view(-1, k, g.shape[-1])
+        dx = invariant.add_pairs(widen(rows), 1).to(g.dtype) if exact else rows.sum(1)
+        return dx, None, None, None
 
 
 def permute(
@@ -156,19 +165,29 @@ def permute(
     return _Permute.apply(x, permutation, inverted)
 
 
-def spread(x: Float[Tensor, "n H"], order: ExpertOrder) -> Float[Tensor, "pairs H"]:
-    """Return each token's row of x once per expert it goes to, sorted by expert, with autograd."""
-    return _Spread.apply(x, order.pairs, order.places)
+def spread(
+    x: Float[Tensor, "n H"], order: ExpertOrder, exact: bool = False
+) -> Float[Tensor, "pairs H"]:
+    """Return each token's row of x once per expert it goes to, sorted by expert, with autograd.
+    `exact`: gradients of a token are added in a fixed order, in fp32 or wider.
+    """
+    return _Spread.apply(x, order.pairs, order.places, exact)
 
 
 def combine(
-    rows: Float[Tensor, "pairs H"], weights: Float[Tensor, "n k"], order: ExpertOrder
+    rows: Float[Tensor, "pairs H"],
+    weights: Float[Tensor, "n k"],
+    order: ExpertOrder,
+    exact: bool = False,
 ) -> Float[Tensor, "n H"]:
     """Return, per token, the sum of its experts' output rows (sorted by expert, as `order` says)
-    times its routing weights, with autograd, in the rows' dtype.
+    times its routing weights, with autograd, in the rows' dtype. `exact`: products are added in a
+    fixed order, in fp32 or wider, and rounded once.
     """
     # back to the order of pairs: [n, k, H]
     expert_rows = permute(rows, order.places, order.pairs).view(*weights.shape, rows.shape[-1])
+    if exact:
+        return invariant.sum_over(widen(expert_rows) * weights[..., None], 1).to(rows.dtype)
     return (expert_rows * weights.to(rows.dtype)[..., None]).sum(1)
 
 
@@ -340,26 +359,32 @@ def sequence_counts(
     return (chosen == torch.arange(number, device=experts.device)).sum(1)
 
 
-def balance_loss(
-    probabilities: Float[Tensor, "tokens E"], counts: Int64[Tensor, "batch E"], length: int, k: int
-) -> Float[Tensor, ""]:
-    """Return the load-balancing loss, summed over sequences: E / (k T) sum_e count_e mean_t p_te, T
-    = `length`: 1 for each where all experts are equally busy, E / k where k of them do everything
-    (2101.03961 eq. 4, a sequence at a time as in 2412.19437 eq. 17).
+def balance_losses(
+    probabilities: Float[Tensor, "tokens E"],
+    counts: Int64[Tensor, "batch E"],
+    length: int,
+    k: int,
+    exact: bool = False,
+) -> Float[Tensor, " batch"]:
+    """Return the load-balancing loss of each sequence: E / (k T) sum_e count_e mean_t p_te, T =
+    `length`: 1 where all experts are equally busy, E / k where k of them do everything (2101.03961
+    eq. 4, a sequence at a time as in 2412.19437 eq. 17). `exact`: bits do not depend on the other
+    sequences.
 
     `probabilities` are of the tokens here, equally many of each sequence, `counts` of whole
     sequences. Where the tokens here are a part of them, so is the result: it adds up over the
     parts.
     """
     batch, number = counts.shape
-    sums = probabilities.view(batch, -1, number).sum(1)
+    parts = probabilities.view(batch, -1, number)
+    sums = invariant.sum_over(parts, 1) if exact else parts.sum(1)
     # E / (k T) times mean_t p = sum_t p / T
-    return (sums * counts).sum() * (number / (k * length * length))
+    return (sums * counts).sum(-1) * (number / (k * length * length))
 
 
-def z_loss(logits: Float[Tensor, "tokens E"], length: int) -> Float[Tensor, ""]:
-    """Return the router z-loss, the sum over sequences of mean_t logsumexp(logits_t)^2, which keeps
-    logits small (2202.08906 eq. 5). Sequences have `length` tokens; for a part of their tokens it
-    is that part of the sum.
+def z_losses(logits: Float[Tensor, "tokens E"], batch: int, length: int) -> Float[Tensor, " batch"]:
+    """Return the router z-loss of each of `batch` sequences, mean_t logsumexp(logits_t)^2, which
+    keeps logits small (2202.08906 eq. 5). Sequences have `length` tokens; for a part of their
+    tokens it is that part of the sum. Bits do not depend on other sequences.
     """
-    return logits.logsumexp(-1).square().sum() / length
+    return logits.logsumexp(-1).square().view(batch, -1).sum(-1) / length

@@ -242,6 +242,19 @@ class TensorParallel:
         """
         return _gather_tokens(x, self.axis if self.gathers else None)
 
+    def gather_replicated(self, x: Float[Tensor, "here hidden"]) -> Float[Tensor, "tokens hidden"]:
+        """Return all tokens of the residual stream x for computation that is the same on every rank
+        of tp, with autograd: gathered under sequence parallelism (S(0) -> I), else x as a new node
+        of the graph. So x has the same nodes at every layout, and their gradients one order.
+        """
+        return collectives.gather(x, 0, self.axis) if self.gathers else x.view_as(x)
+
+    def split_replicated(self, y: Float[Tensor, "tokens _"]) -> Float[Tensor, "here _"]:
+        """Return this rank's tokens of y, which is the same on every rank of tp, with autograd:
+        its part under sequence parallelism (I -> S(0)), else y itself.
+        """
+        return collectives.split(y, 0, self.axis) if self.gathers else y
+
     def leave(self, y: Shaped[Tensor, "tokens hidden"]) -> Shaped[Tensor, "here hidden"]:
         """Return the sum of a block's partial outputs over tp, with autograd: all tokens,
         all-reduced in y's memory (P -> I), or this rank's tokens by a reduce-scatter (P -> S(0))

@@ -117,16 +117,19 @@ def product_shapes(
             # multiplied a sequence at a time
             out, block = -(-leaf.shape[0] // tp), exact.block(leaf.shape[0])
             shapes += _column_shapes(tokens_per_leaf, tokens_per_leaf, out, block, leaf.shape[1])
+        elif leaf.role == "expert":
+            _, out, inputs = leaf.shape
+            for rows in (1, tokens_per_leaf):  # an expert has any number of a sequence's
+                if leaf.shards[1].dim == 1:
+                    shapes += _column_shapes(tokens, rows, out // tp, out // leaves, inputs)
+                else:
+                    shapes += _row_shapes(tokens, rows, out, inputs // tp, inputs // leaves)
         elif leaf.role == "matrix" and leaf.shards[0].dim == 0:
             out, inputs = leaf.shape
             shapes += _column_shapes(tokens, tokens_per_leaf, out // tp, out // leaves, inputs)
         elif leaf.role == "matrix":
             out, inputs = leaf.shape
-            shapes += [
-                ProductShape(tokens, inputs // leaves, out, tokens_per_leaf, out, "b"),
-                ProductShape(tokens, out, inputs // tp, tokens_per_leaf, inputs // leaves),
-                ProductShape(out, tokens_per_leaf, inputs // tp, out, inputs // leaves, "a"),
-            ]
+            shapes += _row_shapes(tokens, tokens_per_leaf, out, inputs // tp, inputs // leaves)
     return list(dict.fromkeys(shapes))
 
 
@@ -141,6 +144,18 @@ def _column_shapes(
         ProductShape(tokens, inputs, out, sequence, leaf, "b"),
         ProductShape(tokens, leaf, inputs, sequence, inputs),
         ProductShape(out, sequence, inputs, leaf, inputs, "a"),
+    ]
+
+
+def _row_shapes(tokens: int, sequence: int, out: int, inputs: int, leaf: int) -> list[ProductShape]:
+    """Return the three products (output, input gradient, weight gradient) of a rank's part [out,
+    inputs] of a weight that tp splits over its inputs. Leaves have `sequence` of the `tokens` rows
+    and `leaf` of the inputs.
+    """
+    return [
+        ProductShape(tokens, leaf, out, sequence, out, "b"),
+        ProductShape(tokens, out, inputs, sequence, leaf),
+        ProductShape(out, sequence, inputs, out, leaf, "a"),
     ]
 
 

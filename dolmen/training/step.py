@@ -341,13 +341,14 @@ def forward_backward(
     sums = torch.zeros(1 + len(objective.names), dtype=torch.float64, device=mesh.device)
     parts = batch.to(mesh.device).microbatches(size)
     # auxiliary losses are means over the sequences of the global batch
-    share = scale / (rows * mesh.dp.size)
-    losses = balance.open_tallies(model, device.scalar_tensor(share, torch.float64, mesh.device))
+    share = device.scalar_tensor(scale / (rows * mesh.dp.size), torch.float64, mesh.device)
     # divides the loss before backward: gradients are sums over dp, never means
     factor = scale * term.weight / count
     leaves = model.split.kernels.exact
     if leaves is not None:
-        factor = torch.ones_like(count)  # joins complete gradients: a sum would be rounded twice
+        # 1 / count joins complete gradients: a sum would be rounded twice
+        factor, share = torch.ones_like(count), share * count
+    losses = balance.open_tallies(model, share)
 
     def forward(chunk: int, micro: int, x: Tensor | None) -> Tensor:
         """Run the forward of microbatch `micro` through this rank's pipeline stage `chunk`, from

@@ -26,13 +26,18 @@ from dolmen.data.batch import IGNORED, Batch, document_starts
 from dolmen.model import layers
 from dolmen.model.spec import (
     AlibiSpec,
+    ClampedSwiGLU,
     LayerRun,
+    MLPSpec,
+    MoESpec,
     NormSpec,
     ParallelResidual,
     PositionTable,
+    RouterSpec,
     SequentialResidual,
 )
-from dolmen.ops import invariant
+from dolmen.model.training import RouterTraining
+from dolmen.ops import invariant, moe
 from dolmen.ops.attention import Documents
 from dolmen.ops.elementwise import ACTIVATIONS
 from dolmen.ops.numerics import Exact
@@ -134,10 +139,44 @@ _olmo2 = replace(
     ),
 )
 PARALLEL = Tiny(replace(_spec, runs=(LayerRun((_cohere, _olmo2), 2),)), EXACT.training)
+# experts: softmax, a shared expert with a gate, auxiliary losses (Qwen2-MoE); and sigmoids, groups,
+# a balance bias and a shared expert behind a dense layer (DeepSeek-V3), biases and a clamped
+# activation (GPT-OSS)
+_softmax = MoESpec(
+    8,
+    2,
+    40,
+    router=RouterSpec(aux_loss_coef=0.05),
+    shared=MLPSpec(24),
+    shared_gate=True,
+)
+MIXTURE = Tiny(
+    replace(_spec, runs=(LayerRun((replace(LLAMA.block(0), mlp=_softmax),), 3),)),
+    replace(EXACT.training, router=RouterTraining(z_loss_coef=0.05)),
+)
+_sigmoid = MoESpec(
+    12,
+    4,
+    24,
+    ClampedSwiGLU(1.702, 0.5),
+    RouterSpec("sigmoid", True, 2.5, 4, 2, "top2", logit_bias=True),
+    shared=MLPSpec(40),
+    bias=True,
+)
+GROUPED = Tiny(
+    replace(
+        _spec,
+        runs=(
+            LayerRun((LLAMA.block(0),), 1),
+            LayerRun((replace(LLAMA.block(0), mlp=_sigmoid),), 2),
+        ),
+    ),
+    replace(EXACT.training, router=RouterTraining(balance="bias", bias_rate=0.1)),
+)
 DROPPED = Tiny(MASKED.spec, replace(EXACT.training, dropout=0.2))
 # AdamW's own eps: where g is about eps, a gradient's last bit is a step of lr
 UPDATE = replace(OPTIMIZER, eps=1e-8)
-OPTIMIZERS = {MASKED: replace(UPDATE, name="muon")}
+OPTIMIZERS = {MASKED: replace(UPDATE, name="muon"), GROUPED: replace(UPDATE, name="muon")}
 
 
 def batches(mesh: Mesh, steps: int, documents: bool = False) -> list[Batch]:
@@ -188,6 +227,7 @@ def run(mesh: Mesh, layout: Layout, config: Tiny = EXACT, steps: int = STEPS, **
         for step, batch in enumerate(batches(mesh, steps, documents)):
             metrics = optimizer_step(train, batch, mesh)
             found |= {f"loss {step}": metrics.loss, f"norm {step}": metrics.grad_norm}
+            found |= {f"{name} {step}": value for name, value in metrics.router.items()}
     for step, each in enumerate(gradients):
         found |= {f"gradient {step}/{name}": g for name, g in each.items()}
     return found | train.tensors()
@@ -282,6 +322,22 @@ dp4 zero3 acc2 fixed
 tp4 sp zero1 acc2 selective fixed
 pp2 dp2 tp2 sp acc4 zero3 full fixed
 """
+EXPERTS_SHORT = """
+tp4 sp zero1 acc8 fixed
+"""
+EXPERTS = """
+zero1 acc8
+dp2 zero3 acc2 fixed
+pp2 acc4 zero-bubble zero1 fixed
+"""
+EXPERTS_FULL = """
+tp4 sp zero1 acc2 selective fixed
+zero1 acc8 selective
+dp4 zero2 fixed
+tp2 zero1 acc4 full fixed
+dp2 tp2 sp zero3 acc4 fixed
+pp2 dp2 tp2 sp acc4 zero3 full fixed
+"""
 LONG = """
 dp2 tp2 sp zero3 acc4 fixed
 """
@@ -304,6 +360,11 @@ LAYOUTS = [
     *rows(NORMS_FULL, "norms, biases, positions", full=True, config=GPT2),
     *rows(NORMS, "parallel blocks", config=PARALLEL),
     *rows(NORMS_FULL, "parallel blocks", full=True, config=PARALLEL),
+    *rows(EXPERTS_SHORT, "experts", config=MIXTURE),
+    *rows(EXPERTS, "experts", full=True, config=MIXTURE),
+    *rows(EXPERTS, "experts in groups", full=True, config=GROUPED),
+    *rows(EXPERTS_FULL, "experts", full=True, config=MIXTURE),
+    *rows(EXPERTS_FULL, "experts in groups", full=True, config=GROUPED),
     *rows(LONG, "llama, 50 steps", full=True, steps=50),
 ]
 
@@ -313,11 +374,15 @@ def test_every_layout_has_the_bits_of_one_process(row, result):
     assert result(row) == []
 
 
-@pytest.mark.parametrize("config", [GPT2, PARALLEL], ids=["norms, biases, positions", "parallel"])
+@pytest.mark.parametrize(
+    "config",
+    [GPT2, PARALLEL, MIXTURE, GROUPED],
+    ids=["norms, biases, positions", "parallel", "experts", "experts in groups"],
+)
 def test_exact_numerics_differ_from_fast_by_rounding(config):
     """Losses, norms and first moments, a tenth of the first gradients."""
-    got = run(SINGLE, Layout(), config, steps=1)
-    want = run(SINGLE, Layout(), Tiny(config.spec, LLAMA.training), steps=1)
+    got = run(SINGLE, Layout(), config, steps=1, optimizer=UPDATE)
+    want = run(SINGLE, Layout(), Tiny(config.spec, replace(config.training, exact=None)), steps=1)
     for name, value in want.items():
         if isinstance(value, float):
             assert got[name] == pytest.approx(value, rel=1e-6)
@@ -387,7 +452,27 @@ def add_before_leaving(xs, linears, tp):
     return y
 
 
-MEANS = qk_norm._means
+def reversed_within_experts(experts, number):
+    """The order of pairs by expert, of an expert's the last token first."""
+    pairs, places, counts = SORT(experts, number)
+    pairs = torch.cat([part.flip(0) for part in pairs.split(counts.tolist())])
+    return moe.ExpertOrder(pairs, moe.inverse(pairs), counts)
+
+
+def one_leaf(g, x, leaves):
+    """The sum over the rows of an expert in one product."""
+    return SUM_LEAVES(g, x, [len(g)])
+
+
+def neighbours_swapped(g, x, leaves):
+    """The tree over an expert's leaves, its second and third exchanged."""
+    order = [0, 2, 1, *range(3, len(leaves))]
+    gs, xs = (None if t is None else torch.cat([t.split(leaves)[i] for i in order]) for t in (g, x))
+    return SUM_LEAVES(gs, xs, [leaves[i] for i in order])
+
+
+MEANS, SORT, SUM_LEAVES = qk_norm._means, moe.sort, invariant.sum_leaves
+BALANCE_LOSSES = moe.balance_losses
 BOTH = ("a factor rounded before sums",)  # one process, too, and in it as often
 # a row, and what is damaged there: the row is to differ in a bit
 DAMAGES = {
@@ -480,6 +565,35 @@ DAMAGES = {
         lambda parts, tp: MEANS(parts, replace(tp, exact=None)),
         PARALLEL,
     ),
+    "rows of an expert in another order": (
+        "zero1 acc8",
+        moe,
+        "sort",
+        reversed_within_experts,
+        MIXTURE,
+    ),
+    "rows of an expert in one product": (
+        "zero1 acc8",
+        invariant,
+        "sum_leaves",
+        one_leaf,
+        MIXTURE,
+    ),
+    "sequences of an expert swapped": (
+        "zero1 acc4",
+        invariant,
+        "sum_leaves",
+        neighbours_swapped,
+        MIXTURE,
+    ),
+    "few rows of an expert, not padded": ("zero1 acc8", invariant, "LEAST", 1, MIXTURE),
+    "torch's sum of probabilities": (
+        "zero1 acc8",
+        moe,
+        "balance_losses",
+        lambda *args: BALANCE_LOSSES(*args[:4]),
+        MIXTURE,
+    ),
     "squares off the grid": (
         "dp4 zero1 fixed",
         exact,
@@ -535,6 +649,8 @@ HALVES = [
     *half_rows(MASKS, "masks, tied, Muon", full=True, config=MASKED),
     *half_rows(NORMS, "norms, biases, positions", config=GPT2),
     *half_rows(NORMS, "parallel blocks", config=PARALLEL),
+    *half_rows(EXPERTS + EXPERTS_FULL, "experts", full=True, config=MIXTURE),
+    *half_rows(EXPERTS + EXPERTS_FULL, "experts in groups", full=True, config=GROUPED),
     *half_rows(LONG, "llama, 50 steps", full=True, steps=50),
 ]
 

@@ -120,8 +120,10 @@ def test_product_is_right():
         torch.testing.assert_close(invariant.product(a, b), wide, rtol=1e-5, atol=1e-5)
 
 
-NAMES = sorted(invariant.ACTIVATIONS)
+FUNCTIONS = {**invariant.ACTIVATIONS, "sigmoid": invariant.sigmoid}
+NAMES = sorted(FUNCTIONS)
 TORCH = {
+    "sigmoid": torch.sigmoid,
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
@@ -154,10 +156,10 @@ def elements_that_differ(function, dtype=torch.float32) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_activation(name, dtype):
-    assert elements_that_differ(invariant.ACTIVATIONS[name], dtype) == 0
+    assert elements_that_differ(FUNCTIONS[name], dtype) == 0
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "sigmoid"])
 def test_activations_of_torch_differ(name):
     assert elements_that_differ(TORCH[name]) > 0
 
@@ -171,7 +173,7 @@ def test_activations_of_torch_in_bf16_differ(name):
 def test_activation_in_bf16_is_rounded_once(name):
     """Within half a unit in the last place of bf16, and fp32's rounding."""
     x = (normal(1000) * 4).bfloat16()
-    got, want = invariant.ACTIVATIONS[name](x), TORCH[name](x.double())
+    got, want = FUNCTIONS[name](x), TORCH[name](x.double())
     assert ((got - want).abs() <= 2.0**-8 * want.abs() * 1.01 + 1e-6).all()
 
 
@@ -181,7 +183,7 @@ def test_activation_is_right(name):
     x = torch.cat((normal(1000) * 4, torch.tensor([-200.0, -30.0, 0.0, 30.0, 200.0])))
     g = normal(1005, seed=1)
     want = value_and_gradient(TORCH[name], x.double(), g.double()).float()
-    got = value_and_gradient(invariant.ACTIVATIONS[name], x, g)
+    got = value_and_gradient(FUNCTIONS[name], x, g)
     torch.testing.assert_close(got, want, rtol=2e-6, atol=2e-6)
 
 
@@ -232,6 +234,35 @@ def test_weight_gradient():
     assert not torch.equal(g.t() @ x, whole)
     wide = (g.double().t() @ x.double()).float()
     torch.testing.assert_close(whole, wide, rtol=1e-4, atol=1e-4)
+
+
+def test_sum_of_leaves():
+    """Of any rows and columns of the weight; leaves added beforehand in aligned runs, zeros where
+    there are no rows.
+    """
+    leaves = [7, 0, 30, 1, 0, 0, 16, 5]
+    g, x = normal(sum(leaves), 40), normal(sum(leaves), 200, seed=1)
+    whole, bias = (invariant.sum_leaves(g, factor, leaves) for factor in (x, None))
+    part = invariant.sum_leaves(g[:, 20:40], x[:, 50:150], leaves)
+    assert torch.equal(part, whole[20:40, 50:150])
+    for ranks in (2, 4):
+        runs = [leaves[i : i + 8 // ranks] for i in range(0, 8, 8 // ranks)]
+        cuts = [sum(run) for run in runs]
+        for factor, want in ((x, whole), (None, bias)):
+            xs = [None] * ranks if factor is None else factor.split(cuts)
+            sums = [
+                invariant.sum_leaves(a, b, run)
+                for a, b, run in zip(g.split(cuts), xs, runs, strict=True)
+            ]
+            zeros = torch.zeros_like(want)
+            sums = torch.stack([zeros if one is None else one for one in sums])
+            assert torch.equal(tree_sum(sums), want)
+    torch.testing.assert_close(whole, (g.double().t() @ x.double()).float(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(bias, g.double().sum(0).float(), rtol=1e-5, atol=1e-5)
+    assert invariant.sum_leaves(g[:0], x[:0], [0, 0, 0]) is None
+    even, leaf = g[:56], 7
+    dense = invariant.weight_gradient(even, x[:56], leaf)
+    assert torch.equal(invariant.sum_leaves(even, x[:56], [leaf] * 8), dense)
 
 
 def test_embedding():

@@ -214,11 +214,11 @@ def test_balance_loss():
         f = torch.bincount(routing.experts[mine].flatten(), minlength=E).double() * E / (K * length)
         want += (f * logits[mine].softmax(-1).mean(0)).sum()
     torch.testing.assert_close(
-        moe.balance_loss(routing.probabilities, counts, length, K), want, rtol=1e-14, atol=0
+        moe.balance_losses(routing.probabilities, counts, length, K).sum(), want, rtol=1e-14, atol=0
     )
     # each sequence cut in two, as cp does
     halves = [logits.view(2, 2, 3, E)[:, i].reshape(-1, E) for i in range(2)]
-    parts = [moe.balance_loss(half.softmax(-1), counts, length, K) for half in halves]
+    parts = [moe.balance_losses(half.softmax(-1), counts, length, K).sum() for half in halves]
     torch.testing.assert_close(sum(parts), want, rtol=1e-14, atol=0)
 
 
@@ -226,7 +226,7 @@ def test_balance_loss_of_even_and_one_sided_routing():
     even = torch.eye(E, dtype=torch.float64).repeat(2, 1) * 50
     for logits, worth in ((even, 1.0), (even[:1].expand(10, E), float(E))):
         routing = moe.route(logits, 1, False)
-        loss = moe.balance_loss(
+        (loss,) = moe.balance_losses(
             routing.probabilities, moe.sequence_counts(routing.experts, 1, E), 10, 1
         )
         torch.testing.assert_close(
@@ -237,7 +237,7 @@ def test_balance_loss_of_even_and_one_sided_routing():
 def test_z_loss():
     logits = random(8, E)
     want = sum(logits[s * 4 : s * 4 + 4].exp().sum(-1).log().square().mean() for s in range(2))
-    torch.testing.assert_close(moe.z_loss(logits, 4), want, rtol=1e-13, atol=0)
+    torch.testing.assert_close(moe.z_losses(logits, 2, 4).sum(), want, rtol=1e-13, atol=0)
 
 
 def test_of_one_sequence_and_one_layer_transformers_is_k_times_ours():
@@ -247,6 +247,39 @@ def test_of_one_sequence_and_one_layer_transformers_is_k_times_ours():
     logits = random(12, E, seed=0).float()
     routing = moe.route(logits, K, True)
     counts = moe.sequence_counts(routing.experts, 1, E)
-    ours = moe.balance_loss(routing.probabilities, counts, 12, K) * K
+    (ours,) = moe.balance_losses(routing.probabilities, counts, 12, K) * K
     theirs = load_balancing_loss_func((logits,), E, K)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_with_exact_numerics_a_token_has_its_bits_beside_any_others(score, dtype):
+    """Its routing, output, losses and gradients: of some sequences of five tokens, and of all."""
+    number, k, length = 12, 4, 5
+
+    def compute(logits, x, g) -> list[torch.Tensor]:
+        logits, x = logits.clone().requires_grad_(), x.clone().requires_grad_()
+        routing = moe.route(
+            logits, k, True, score=score, scale=2.5, groups=4, groups_per_token=2, exact=True
+        )
+        order = moe.sort(routing.experts, number)
+        # experts multiply a row by a number
+        factor = torch.linspace(0.5, 2, number).repeat_interleave(order.counts)[:, None]
+        rows = moe.spread(x, order, exact=True) * factor.to(dtype)
+        y = moe.combine(rows, routing.weights, order, exact=True)
+        batch = len(x) // length
+        counts = moe.sequence_counts(routing.experts, batch, number)
+        losses = moe.balance_losses(routing.probabilities, counts, length, k, exact=True)
+        losses = losses + moe.z_losses(logits, batch, length)
+        grads = torch.autograd.grad((y, losses.sum()), (logits, x), (g, torch.ones(())))
+        return [t.detach() for t in (routing.weights, y, losses.repeat_interleave(length), *grads)]
+
+    seeded = torch.Generator().manual_seed(0)
+    logits = torch.randn(8 * length, number, generator=seeded)
+    x, g = (torch.randn(8 * length, 19, generator=seeded).to(dtype) for _ in range(2))
+    whole = compute(logits, x, g)
+    for first, last in ((0, 1), (3, 4), (2, 5), (1, 8)):
+        some = slice(first * length, last * length)
+        for part, full in zip(compute(logits[some], x[some], g[some]), whole, strict=True):
+            assert torch.equal(part, full[some])

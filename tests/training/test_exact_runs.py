@@ -46,6 +46,7 @@ def config(material: Material, train: dict | None = None, **sections) -> RunConf
     return material.config(train=EXACT | (train or {}), **sections)
 
 
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4}
 # what is set, and the words of the refusal; docs/concepts/numerics.md lists them
 REFUSED = {
     "half precision": ({"train": {"dtype": "float16"}}, "train.dtype is float16"),
@@ -94,9 +95,14 @@ REFUSED = {
         },
         "sequence parallelism gives each of tp .* 4.5",
     ),
-    "experts": (
-        {"model": {"model_type": "mixtral", "num_local_experts": 4}},
-        "does not cover MoESpec",
+    "width of experts": (
+        {"model": MIXTRAL | {"intermediate_size": 47}},
+        r"moe_intermediate_size \(47\) is not divisible by train.exact.tp \(2\)",
+    ),
+    "experts over ranks": ({"model": MIXTRAL, "layout": {"ep": 2}}, "layout.ep is 2"),
+    "experts that generate": (
+        {"model": MIXTRAL, "objective": {"name": "grpo"}, "data": {"rows": "prompts"}},
+        "objective.name is grpo, and .* with experts for objective.name tokens alone",
     ),
     "a temperature": (
         {
@@ -164,6 +170,7 @@ def test_a_dry_run_is_refused(material):
         {"model": {"mlp_bias": True}},
         {"model": {"model_type": "cohere", "use_qk_norm": True}},
         {"model": {"model_type": "olmo2"}},
+        {"model": MIXTRAL},
         {"model": {"tie_word_embeddings": True}},
         {"model": {"sliding_window": 4, "model_type": "mistral"}},
         {"train": {"dropout": 0.1}, "optimizer": {"name": "muon"}, "data": {"document_mask": True}},

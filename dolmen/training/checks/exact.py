@@ -15,10 +15,12 @@ from dolmen.model.spec import (
     LMHeadSpec,
     MLPSpec,
     ModelSpec,
+    MoESpec,
     NormSpec,
     ParallelResidual,
     PositionTable,
     RopeSpec,
+    RouterSpec,
     SequentialResidual,
 )
 from dolmen.rl.rewards import is_reward_model, parse_rewards
@@ -56,6 +58,8 @@ COMPONENTS: dict[type, set[str]] = {
     ParallelResidual: {"norms"},
     AttentionSpec: {field.name for field in fields(AttentionSpec)} - {"mask", "sinks"},
     MLPSpec: {"size", "gated", "activation", "bias"},
+    MoESpec: {field.name for field in fields(MoESpec)},
+    RouterSpec: {field.name for field in fields(RouterSpec)},
     RopeSpec: {"size", "theta", "scaling", "interleaved", "halved"},
     AlibiSpec: set(),
     FalconAlibiSpec: set(),
@@ -97,6 +101,11 @@ def _check_options(config: RunConfig) -> None:
                 f"{option} is {value}, and train.numerics exact covers "
                 f"{' or '.join(map(str, allowed))} alone: set --{switch}, {FAST}"
             )
+    if config.spec.experts and config.objective.uses_rollouts:
+        raise ValueError(
+            f"objective.name is {config.objective.name}, and train.numerics exact covers models "
+            f"with experts for objective.name tokens alone: {FAST[3:]}"
+        )
     models = [name for _, name in parse_rewards(config.reward) if is_reward_model(name)]
     if config.objective.uses_rollouts and models:
         raise ValueError(
@@ -120,6 +129,7 @@ def check_components(spec: ModelSpec) -> None:
     for block in dict.fromkeys(spec.blocks):
         parts += [block.norm, block.arrangement, block.mixer, block.mlp]
         parts += [getattr(block.mixer, name, None) for name in ("positions", "qk_norm")]
+        parts += [getattr(block.mlp, name, None) for name in ("router", "shared")]
     for part in parts:
         if part is None:
             continue
@@ -154,10 +164,10 @@ def _check_model_sizes(config: RunConfig) -> None:
         )
     sizes = {"hidden_size": spec.hidden_size}
     for block in spec.blocks:
-        assert isinstance(block.mixer, AttentionSpec) and isinstance(block.mlp, MLPSpec)
+        assert isinstance(block.mixer, AttentionSpec)
         sizes["num_attention_heads"] = block.mixer.heads
         sizes["num_key_value_heads"] = block.mixer.kv_heads
-        sizes["intermediate_size"] = block.mlp.size
+        sizes |= _widths(block.mlp)
         for name, size in sizes.items():
             if size % limit:
                 raise ValueError(
@@ -171,6 +181,14 @@ def _check_model_sizes(config: RunConfig) -> None:
             f"train.exact.tp ({limit}) cuts them into blocks of {full * tp // limit:,}, which "
             f"{rows:,} is no multiple of: set --layout.tp 1 or {limit}, {FAST}"
         )
+
+
+def _widths(mlp: MLPSpec | MoESpec) -> dict[str, int]:
+    """Return option -> width of each feed-forward layer of a block that tp splits."""
+    if isinstance(mlp, MLPSpec):
+        return {"intermediate_size": mlp.size}
+    shared = {} if mlp.shared is None else {"width of the shared expert": mlp.shared.size}
+    return {"moe_intermediate_size": mlp.size} | shared
 
 
 def _check_batch_sizes(config: RunConfig) -> None:
