@@ -3,11 +3,13 @@
 import os
 import signal
 import socket
+from types import SimpleNamespace
 
 import pytest
 
+from dolmen.core import filesystem
 from dolmen.core.torch_private import strings
-from dolmen.launch import process
+from dolmen.launch import launcher, process, watchdog
 
 NAMES = (
     *("RANK", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID", strings.RUN, strings.ONE_STORE),
@@ -112,3 +114,127 @@ def test_an_interrupt_that_a_shell_ignores_is_obeyed(environment, ours):
         assert ignored == ours
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_sibling_has_our_parent_and_our_host():
+    row = {"host": socket.gethostname(), "parent": os.getppid(), "pid": os.getpid()}
+    assert watchdog._is_sibling(row)
+    assert not watchdog._is_sibling(row | {"host": "elsewhere"})
+    assert not watchdog._is_sibling(row | {"parent": os.getppid() + 1})
+    assert not watchdog._is_sibling(row | {"pid": os.getppid()})  # its parent is another
+    assert not watchdog._is_sibling(row | {"pid": 2**22 + 1})  # there is none
+    watchdog._send(2**22 + 1, signal.SIGTERM)  # nor is that an error
+
+
+def test_torch_waits_longer_than_the_watch():
+    assert watchdog.network_limit(None) is None
+    for seconds, minutes in ((1, 30), (144, 30), (240, 50), (600, 125)):
+        limit = watchdog.network_limit(seconds)
+        assert limit and limit.total_seconds() == 60 * minutes
+
+
+def beat(passed: int, waits: bool = False, step: int = 7) -> dict:
+    place = {"host": "a", "pid": 10 + passed, "phase": "a step"}
+    return place | {"step": step, "passed": passed, "waits": waits}
+
+
+@pytest.mark.parametrize(
+    "rows, silent, blamed, how",
+    (
+        # the fewest points, and not in a collective
+        ({0: beat(9, True), 1: beat(8), 2: beat(9, True)}, [], [1], "makes no progress"),
+        ({0: beat(8, True), 1: beat(8), 2: beat(8)}, [], [1, 2], "makes no progress"),
+        ({0: beat(8, True), 1: beat(9), 2: beat(8, True)}, [], [0, 2], "waits in a collective"),
+        ({0: beat(9), 1: beat(3), 2: beat(2)}, [1], [1], "does not respond"),
+        ({0: beat(9), 1: {}, 2: beat(9)}, [1], [1], "does not respond"),
+        ({rank: beat(5) for rank in range(9)}, [], list(range(9)), "makes no progress"),
+    ),
+)
+def test_the_rank_that_hangs_is_the_one_that_has_passed_fewest_points(rows, silent, blamed, how):
+    text = watchdog.verdict(rows, silent, {blamed[0]: "the stack"})
+    lines = text.splitlines()
+    named = [line for line in lines if line.startswith("dolmen: rank ")]
+    assert [int(line.split()[2]) for line in named] == blamed[:4] and all(
+        how in line for line in named
+    )
+    assert lines[1:3] == [f"stack of rank {blamed[0]}:", "the stack"]
+    others = f"{len(rows) - 1} of {len(rows)} ranks are waiting for it"
+    assert lines[-1] == (others if len(blamed) == 1 else f"{len(blamed)} of {len(rows)} ranks hang")
+    if silent:
+        step = rows[1].get("step", 0)
+        assert f"last heard of after step {step}, while others are at 7" in named[0]
+        assert ("unknown host" in named[0]) == (not rows[1])
+    else:
+        assert f"(a, pid {rows[blamed[0]]['pid']}) hangs after step 7, in a step" in named[0]
+
+
+def test_points_are_counted_and_handed_on(tmp_path):
+    watch = watchdog.Watch(tmp_path / "hang", 1, 2, None, pytest.fail)
+    points = []
+    watch.pass_point = lambda step, point: points.append((step, point))
+    watch.beat(3, "a step")
+    assert [*watch.through("ab", "batches", patient=True)] == ["a", "b"]
+    assert points == [(3, "a step"), (3, "batches"), (3, "batches")]
+    assert (watch.passed, watch.step, watch.phase, watch.patient) == (3, 3, "batches", False)
+    with watch.watching() as entered:  # nothing is watched without seconds
+        assert entered is watch and not (tmp_path / "hang").exists()
+
+
+def left(tmp_path, name: str):
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / launcher.OURS).touch()
+    return folder
+
+
+def test_folders_of_killed_launchers_alone_are_deleted(tmp_path):
+    killed, used, other = (left(tmp_path, name) for name in ("killed", "used", "other"))
+    (other / launcher.OURS).unlink()
+    link = tmp_path / "link"
+    link.symlink_to(killed)
+    launcher._delete_if_left(link)
+    assert killed.exists()
+    with open(used / launcher.OURS, "r+") as mark:
+        assert filesystem.lock(mark, wait=False)
+        for folder in (killed, used, other, tmp_path / "none"):
+            launcher._delete_if_left(folder)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "other", "used"]
+
+
+def failure(code: int, at: float, rank: int = 0, message: object = None):
+    data = {"message": message} if message else {}
+    return SimpleNamespace(
+        exitcode=code, timestamp=at, local_rank=rank, pid=100 + rank, error_file_data=data
+    )
+
+
+@pytest.mark.parametrize(
+    "failures, text",
+    (
+        (
+            [failure(1, 5.0, 0, {"message": "late\n"}), failure(1, 3.0, 1, {"message": "early\n"})],
+            "early\ndolmen: rank 1 failed (exit code 1); all ranks were stopped",
+        ),
+        ([failure(2, 3.0, 1, {"message": "refused\n"})], "refused"),
+        (
+            [failure(1, 1.0), failure(-signal.SIGKILL, 9.0, 3)],
+            "dolmen: rank 3 (pid 103) was killed by SIGKILL (out of memory?); all ranks were "
+            "stopped",
+        ),
+        (
+            [failure(-signal.SIGSEGV, 9.0, 3)],
+            "dolmen: rank 3 (pid 103) was killed by SIGSEGV; all ranks were stopped",
+        ),
+        # those that were asked to end come last
+        (
+            [failure(143, 1.0), failure(-signal.SIGTERM, 1.0, 1), failure(1, 8.0, 2, "?")],
+            "no traceback\ndolmen: rank 2 failed (exit code 1); all ranks were stopped",
+        ),
+        (
+            [failure(130, 2.0, 0), failure(143, 1.0, 1)],
+            "no traceback\ndolmen: rank 1 failed (exit code 143); all ranks were stopped",
+        ),
+    ),
+)
+def test_the_first_failure_is_told(failures, text):
+    assert launcher.cause(dict(enumerate(failures))) == text
