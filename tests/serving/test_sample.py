@@ -158,3 +158,51 @@ def test_uniform_numbers_differ_by_seed_id_sample_and_step():
 def test_meaningless_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         SamplingParams(*options).check()
+
+
+def edge_rows(kind: str, distance: float) -> tuple[torch.Tensor, SamplingParams]:
+    """Rows of different logits, with options whose edge is `distance` from one of them in row 0,
+    and far from all in row 1.
+    """
+    row = torch.arange(12, dtype=torch.float64).flip(0) * 0.4
+    row = row[torch.randperm(12, generator=torch.Generator().manual_seed(5))]
+    order = row.argsort(descending=True)
+    near = row.clone()
+    if kind == "top_k":
+        near[order[4]] = row[order[3]] - distance
+        return torch.stack((near, row)), SamplingParams(1.0, top_k=4)
+    if kind == "min_p":
+        share = math.exp(-1.4)  # between the fourth and the fifth
+        near[order[6]] = row.max() - 1.4 + distance
+        return torch.stack((near, row)), SamplingParams(1.0, min_p=share)
+    shares = row.softmax(-1).sort(descending=True).values.cumsum(-1)
+    params = SamplingParams(1.0, top_p=float(shares[3]) - distance)
+    return torch.stack((row, row * 1.3)), params
+
+
+@pytest.mark.parametrize(
+    "kind, distance",
+    [
+        (kind, distance)
+        for kind in ("top_k", "top_p", "min_p")
+        for distance in (4e-5, 3e-4, -4e-5, -3e-4)
+        if kind != "top_k" or distance > 0  # else the fifth is the fourth
+    ],
+)
+def test_a_filter_is_uncertain_where_a_token_lies_at_its_edge(kind, distance):
+    scores, params = edge_rows(kind, distance)
+    (filter_,) = sampling._filters(params)
+    kept = filter_.keep(scores)
+    found = sampling._uncertainty(scores, kept, filter_)
+    assert found[1] == 0 and (found[0] > 0) == (abs(distance) < sampling.CLOSE)
+    if not found[0]:
+        return
+    # each token enters or leaves: no sum of probabilities moves by more than is said
+    probability = kept[0].softmax(-1)
+    for token in range(12):
+        for by in (2 * sampling.CLOSE, -2 * sampling.CLOSE):
+            moved = scores[:1].clone()
+            moved[0, token] += by
+            other = filter_.keep(moved)[0].softmax(-1)
+            change = (other.cumsum(-1) - probability.cumsum(-1)).abs().max()
+            assert change <= found[0] * 1.01 + 4 * sampling.CLOSE
