@@ -19,7 +19,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field
@@ -28,7 +28,6 @@ from dolmen.core.config import Mark, Name, Port, config
 from dolmen.core.filesystem import expand, is_url
 from dolmen.core.messages import os_error_as_value, plural
 from dolmen.files import gate, storage, write
-from dolmen.pages.page import figure as figure_html
 from dolmen.pages.page import fill
 from dolmen.watching.run import WatchedRun, differing_options, labels
 
@@ -76,78 +75,6 @@ HERE = Path(__file__).parent
 SCRIPTS = ("chart.js", "page.js", "tables.js")
 
 
-class Figure(NamedTuple):
-    """A figure of the page."""
-
-    name: str
-    """Name of the figure in page.js."""
-    caption: str
-
-
-class Group(NamedTuple):
-    """Figures under one heading; small ones share a row, wide ones have one of their own."""
-
-    heading: str
-    figures: tuple[Figure, ...]
-
-
-GROUPS = (
-    Group(
-        "Rollouts",
-        (
-            Figure("reward", "Mean reward of the completions of an iteration."),
-            Figure("length", "Mean number of tokens of a completion."),
-            Figure("finished", "Fraction of completions that end with an EOS token."),
-        ),
-    ),
-    Group(
-        "Loss",
-        (
-            Figure(
-                "loss",
-                "Training loss: all values, and a running mean over a twentieth of those shown. "
-                "Open marks: validation loss. A cross at the top is a loss that was not finite.",
-            ),
-        ),
-    ),
-    Group(
-        "Training",
-        (
-            Figure("rate", "Learning rate."),
-            Figure("norm", "Gradient norm before clipping."),
-            Figure("skipped", "Skipped steps (loss or gradient not finite, or a spike)."),
-            Figure(
-                "life",
-                "Starts (bars) and checkpoints: filled marks are on disk, open ones have been "
-                "deleted. Hatched: steps that were repeated after a restart.",
-            ),
-        ),
-    ),
-    Group(
-        "Speed and memory",
-        (
-            Figure("speed", "Tokens per second of all processes, without validation."),
-            Figure(
-                "mfu", "Model FLOPs utilization, relative to the datasheet's or the measured peak."
-            ),
-            Figure("held", "Peak memory of the first rank so far."),
-            Figure("ranks", "Peak memory of every rank, at the last report."),
-        ),
-    ),
-    Group(
-        "Experts",
-        (
-            Figure(
-                "busiest", "Load of the busiest expert relative to the mean, in the worst layer."
-            ),
-            Figure("loads", "Tokens per expert (columns) and layer (rows) in one step."),
-        ),
-    ),
-)
-WIDE = ("loss", "life")
-"""Figures that take the width of the page."""
-
-
 class Watched:
     """Runs whose files are read anew for each page. Raises ValueError for a folder without a
     run.
@@ -190,8 +117,7 @@ class Watched:
             title=escape(names if len(self.runs) <= 4 else plural(len(self.runs), "run")),
             under=escape(", ".join(_shown_folder(run.folder) for run in self.runs)),
             live="" if every is None else f' data-every="{every:g}"',
-            figures="\n".join(map(_group_html, GROUPS)),
-            data=escape_script_json(self.data()),
+            data=dump(self.data()),
             script=script,
         )
 
@@ -204,7 +130,7 @@ def _shown_folder(folder: Path) -> str:
     return url or str(folder)
 
 
-def escape_script_json(value: Any) -> str:
+def dump(value: Any) -> str:
     """Return a value as JSON that is safe in an HTML <script> element: &, < and > are written as
     \\uXXXX. Raises ValueError for NaN and infinity.
     """
@@ -236,24 +162,10 @@ def write_page(folders: list[Path], to: Path) -> Path:
     return to
 
 
-def _group_html(group: Group) -> str:
-    """Return the HTML of a section with the group's heading and empty figures, which the page's
-    script fills: small ones in a grid, then wide ones.
-    """
-    wide = "\n".join(_figure_html(figure) for figure in group.figures if figure.name in WIDE)
-    small = "\n".join(_figure_html(figure) for figure in group.figures if figure.name not in WIDE)
-    grid = f'<div class="grid">\n{small}\n</div>\n' if small else ""
-    return f"<section>\n<h2>{escape(group.heading)}</h2>\n{grid}{wide}\n</section>"
-
-
-def _figure_html(figure: Figure) -> str:
-    """Return the HTML of an empty figure with its caption, which the page's script fills."""
-    empty = '<div class="plot"></div>\n<p class="read"></p>'
-    return figure_html(figure.name, empty, escape(figure.caption))
-
-
 PATIENCE = 10.0
 """Seconds after which a connection without a complete request is closed."""
+CONTENT_TYPES = {"/": "text/html; charset=utf-8", "/data": "application/json"}
+"""Of the responses, by their paths; there are no others."""
 ALWAYS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -262,66 +174,36 @@ ALWAYS = {
 }
 
 
-class Answer(NamedTuple):
-    """The body of a response and its content type."""
-
-    kind: str
-    body: bytes
-
-
-class Shown:
-    """The two responses that are served, rendered again when older than `every` / 2 seconds, by one
-    request at a time.
-    """
-
-    def __init__(self, watched: Watched, every: float):
-        """Prepare the responses about the runs `watched`. `every`: seconds between the requests of
-        an open page for new data.
-        """
-        self.watched, self.every = watched, every
-        self.lock = Lock()
-        self.answers: dict[str, tuple[float, Answer]] = {}
-
-    def answer(self, path: str) -> Answer | None:
-        """Return the response for the path of a URL: the HTML page for "/", its data as JSON for
-        "/data", None for any other. A response older than `every` / 2 seconds is made anew; one
-        request at a time.
-        """
-        if path not in ("/", "/data"):
-            return None
-        # one reader at a time: runs are read incrementally, and state is shared
-        with self.lock:
-            time_rendered, response = self.answers.get(path, (0.0, None))
-            # half of `every`: a page that polls each `every` seconds always gets new data
-            if response is None or time.monotonic() - time_rendered > self.every / 2:
-                response = self._render(path)
-                self.answers[path] = time.monotonic(), response
-            return response
-
-    def _render(self, path: str) -> Answer:
-        """Read the runs' new rows, and return the HTML page for the path "/", otherwise its data as
-        JSON.
-        """
-        if path == "/":
-            return Answer("text/html; charset=utf-8", self.watched.page(self.every).encode())
-        text = json.dumps(self.watched.data(), allow_nan=False, separators=(",", ":"))
-        return Answer("application/json", text.encode())
-
-
 class Server(ThreadingHTTPServer):
-    """HTTP server of one page, bound to its address, with a new secret token. Raises OSError for an
-    address that is not available.
+    """HTTP server of the page of `watched` runs, bound to its address, with a new secret token.
+    Raises OSError for an address that is not available.
     """
 
     daemon_threads = True
 
-    def __init__(self, shown: Shown, host: str, port: int):
-        """Bind the server to its address, with a new secret token. Raises OSError for an address
-        that is not available.
+    def __init__(self, watched: Watched, every: float, host: str, port: int):
+        """Bind the server to its address. `every`: seconds between the requests of an open page for
+        new data.
         """
         # 192 random bits
-        self.shown, self.token = shown, secrets.token_urlsafe(24)
+        self.token = secrets.token_urlsafe(24)
+        self.watched, self.every = watched, every
+        self.lock = Lock()
+        self.rendered: dict[str, tuple[float, str]] = {}
         super().__init__((host, port), Handler)
+
+    def render(self, path: str) -> str:
+        """Return the HTML page for the path "/", its data as JSON for any other. A text older than
+        `every` / 2 seconds is made anew, by one request at a time.
+        """
+        # one reader at a time: runs are read incrementally, and state is shared
+        with self.lock:
+            rendered_at, text = self.rendered.get(path, (0.0, ""))
+            # half of `every`: a page that polls each `every` seconds always gets new data
+            if not text or time.monotonic() - rendered_at > self.every / 2:
+                text = self.watched.page(self.every) if path == "/" else dump(self.watched.data())
+                self.rendered[path] = time.monotonic(), text
+            return text
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore an exception of handling a request, such as a connection that the reader has
@@ -351,29 +233,25 @@ class Handler(BaseHTTPRequestHandler):
             # bounded: a long query costs nothing
             token = parse_qs(url.query, max_num_fields=8).get("token", [""])[0]
         except ValueError:
-            return self._send_text(HTTPStatus.BAD_REQUEST, "not a valid address\n")
+            return self._send(HTTPStatus.BAD_REQUEST, "not a valid address\n")
         # in constant time: response times do not show how much of the token was right
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
-            return self._send_text(HTTPStatus.FORBIDDEN, "the address lacks its secret token\n")
-        answer = self.server.shown.answer(url.path)
-        if answer is None:
-            return self._send_text(HTTPStatus.NOT_FOUND, "there is no such page\n")
-        self._send(HTTPStatus.OK, answer)
+            return self._send(HTTPStatus.FORBIDDEN, "the address lacks its secret token\n")
+        if url.path not in CONTENT_TYPES:
+            return self._send(HTTPStatus.NOT_FOUND, "there is no such page\n")
+        self._send(HTTPStatus.OK, self.server.render(url.path), CONTENT_TYPES[url.path])
 
-    def _send_text(self, status: HTTPStatus, words: str) -> None:
-        """Send a complete HTTP response with this status and the plain text `words`."""
-        self._send(status, Answer("text/plain; charset=utf-8", words.encode()))
-
-    def _send(self, status: HTTPStatus, answer: Answer) -> None:
-        """Send a complete response: status, headers that forbid caching, framing and referrers,
-        content type, and body.
+    def _send(self, status: HTTPStatus, text: str, kind: str = "text/plain; charset=utf-8") -> None:
+        """Send a complete response of the content type `kind`, with headers that forbid caching,
+        framing and referrers.
         """
+        body = text.encode()
         self.send_response(status)
-        for name, value in {**ALWAYS, "Content-Type": answer.kind}.items():
+        length = str(len(body))
+        for name, value in {**ALWAYS, "Content-Type": kind, "Content-Length": length}.items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()
-        self.wfile.write(answer.body)
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do nothing, in place of logging each request to stderr: its URL contains the token."""
@@ -383,9 +261,9 @@ def serve(folders: list[Path], config: ShowConfig) -> None:
     """Serve the live page of the runs in `folders` over HTTP until Ctrl-C, after printing its URL.
     Raises ValueError for a folder without a run, and for an address that is not available.
     """
-    shown = Shown(Watched(folders), config.every)
+    watched = Watched(folders)
     with os_error_as_value(f"--host {config.host} --port {config.port}"):
-        server = Server(shown, config.host, config.port)
+        server = Server(watched, config.every, config.host, config.port)
     print(f"open {server.address}", flush=True)
     print("Ctrl-C stops the server; the open page keeps its last state", flush=True)
     with server:

@@ -38,7 +38,7 @@ function drawTables() {
   const refused = DATA.runs.flatMap((run) => run.refused.map((line) => run.label + ": " + line));
   tell("refused", refused, (to) => refused.forEach((line) => element(to, "p", line, "warning")));
   tell("differs", DATA.differs, (to) => {
-    byId("part-differs").hidden = DATA.runs.length < 2;
+    byId("part-differs").hidden = !several();
     if (!DATA.differs.length) return element(to, "p", "Nothing: their options are the same.");
     table(to, ["option", ...labelled()], DATA.differs.map(([name, values]) => [name, ...values.map((v) => (v === null ? "none" : v))]));
   });
@@ -68,9 +68,9 @@ function drawSamples(to) {
     const rows = [];
     for (const run of DATA.runs) {
       const found = run.samples.find((one) => one.prompt === prompt);
-      (found ? found.texts : []).forEach(([step, text]) => rows.push([...(DATA.runs.length > 1 ? [run.label] : []), step.toLocaleString("en"), text]));
+      (found ? found.texts : []).forEach(([step, text]) => rows.push([...(several() ? [run.label] : []), step.toLocaleString("en"), text]));
     }
-    table(to, [...(DATA.runs.length > 1 ? ["run"] : []), "step", "continued"], rows).className = "samples";
+    table(to, [...(several() ? ["run"] : []), "step", "continued"], rows).className = "samples";
   }
 }
 
@@ -78,29 +78,23 @@ function drawSamples(to) {
 function drawOthers() {
   const names = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.series.columns)))].filter((name) => !DRAWN.has(name)).sort();
   names.forEach((name, i) => {
-    const spec = { id: "other-" + i, y: name, columns: [[name, ""]] };
-    if (!byId("figure-" + spec.id)) {
-      const figure = element(byId("others"), "figure");
-      figure.id = "figure-" + spec.id;
-      element(figure, "div", undefined, "plot");
-      element(figure, "p", "", "read");
-    }
-    drawCurves(spec);
+    const id = "other-" + i;
+    if (!byId("figure-" + id)) element(byId("others"), "figure").id = "figure-" + id;
+    drawCurves({ id, y: name, columns: [[name, ""]] });
   });
-  byId("part-others").hidden = !names.length;
 }
 
 function drawRuns() {
   const to = byId("runs");
   to.replaceChildren();
-  if (DATA.runs.length < 2) return;
+  if (!several()) return;
   DATA.runs.forEach((run, i) => {
     const made = element(to, "button", undefined, VIEW.hidden.has(run.label) ? "off" : "");
     made.title = run.folder;
     const svg = document.createElementNS(NS, "svg");
     svg.setAttribute("viewBox", "0 0 40 10");
-    mark(svg, "path", { d: "M0 5H40", class: "line", stroke: style(COLOURS, i), "stroke-dasharray": style(DASHES, i) });
-    mark(svg, "path", { d: style(MARKERS, i), transform: "translate(20 5)", class: "marker", stroke: style(COLOURS, i), fill: style(COLOURS, i) });
+    line(svg, [[0, 5], [40, 5]], { class: "line", stroke: style(COLOURS, i), "stroke-dasharray": style(DASHES, i) });
+    marker(svg, 20, 5, i, false);
     made.append(svg);
     element(made, "span", run.label);
     made.addEventListener("click", () => { if (!VIEW.hidden.delete(run.label)) VIEW.hidden.add(run.label); draw(); });
@@ -113,15 +107,18 @@ function draw() {
   byId("whole").hidden = VIEW.zoom === null;
   byId("empty").hidden = DATA.runs.some((run) => run.series.rows > 0);
   byId("thin").hidden = !DATA.runs.some((run) => run.series.width > 1);
+  // what is hidden has no width
+  const sections = document.querySelectorAll("section");
+  sections.forEach((one) => { one.hidden = false; });
   drawRuns();
   CURVES.forEach(drawCurves);
   drawLife();
   drawRanks();
   drawLoads();
-  document.querySelectorAll("section").forEach((one) => {
+  drawOthers();
+  sections.forEach((one) => {
     one.hidden = [...one.querySelectorAll("figure")].every((figure) => figure.hidden);
   });
-  drawOthers();
   drawTables();
 }
 
@@ -132,6 +129,7 @@ document.querySelectorAll("[data-x]").forEach((one) => one.addEventListener("cli
 }));
 byId("log").addEventListener("click", () => { VIEW.log = !VIEW.log; draw(); });
 byId("whole").addEventListener("click", () => { VIEW.zoom = null; draw(); });
+addEventListener("resize", draw);
 draw();
 
 // While a run goes on: what is new is fetched, and drawn in the view that there is.

@@ -11,13 +11,13 @@ import pytest
 from test_page import lines, make_run, row
 from tinyrun import dolmen
 
-from dolmen.watching.page import Server, Shown, Watched
+from dolmen.watching.page import Server, Watched
 
 
 @contextmanager
 def serving(folder, every: float = 0.0):
     """(ask, token): ask(method, path) -> (status, body)."""
-    server = Server(Shown(Watched([folder]), every), "127.0.0.1", 0)
+    server = Server(Watched([folder]), every, "127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
 
