@@ -165,7 +165,7 @@ def write_page(folders: list[Path], to: Path) -> Path:
 PATIENCE = 10.0
 """Seconds after which a connection without a complete request is closed."""
 CONTENT_TYPES = {"/": "text/html; charset=utf-8", "/data": "application/json"}
-"""Of the responses, by their paths; there are no others."""
+"""Path -> content type of its response; there are no others."""
 ALWAYS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",

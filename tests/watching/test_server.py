@@ -22,7 +22,7 @@ def serving(folder, every: float = 0.0):
     thread.start()
 
     def ask(method: str, path: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection(*server.server_address[:2], timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
         connection.request(method, path)
         answer = connection.getresponse()
         body = answer.read()
