@@ -142,7 +142,7 @@ class Joined:
         return generation_config(self.sidecar_folder)
 
     @property
-    def transformers(self) -> None:
+    def transformers(self) -> Path | None:
         """None: transformers cannot load files of several ranks."""
         return None
 

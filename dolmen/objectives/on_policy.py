@@ -23,6 +23,7 @@ from dolmen.ops.loss import IGNORED
 from dolmen.parallel.exact import round_losses
 
 OLD, ADVANTAGE, REFERENCE = "old", "advantage", "reference"
+_ENTROPY = ("entropy",)  # metrics of a loss with a bonus for it
 LossFunction = Callable[[Tensor, slice, Tensor], tuple[Tensor, Metrics]]
 """(new log-probabilities, their rows, valid tokens) -> mean loss and metrics."""
 BY_TOKENS = ("bnpo", "dapo", "cispo")
@@ -47,17 +48,17 @@ class GRPOLoss:
     max_length: int | None = None
     """Maximum tokens of a completion, by which dr-grpo divides."""
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus, of GRPOWithEntropy."""
+    """Coefficient of the entropy bonus; over 0 the entropies cost a pass over the logits."""
 
     head: ClassVar[type] = spec.LMHeadSpec
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The metrics that the loss reports: clip_fraction, ratio, kl_k3, and reference_kl if beta
-        is not 0.
+        """The metrics that the loss reports: clip_fraction, ratio, kl_k3, reference_kl if beta is
+        not 0, and entropy with a bonus for it.
         """
         kl = ("reference_kl",) if self.beta else ()
-        return ("clip_fraction", "ratio", "kl_k3", *kl)
+        return ("clip_fraction", "ratio", "kl_k3", *kl, *_ENTROPY[: self.entropy_coef > 0])
 
     def count(self, batch: Batch) -> float:
         """Return the divisor of the loss: the number of trained tokens for bnpo, dapo and cispo,
@@ -73,20 +74,13 @@ class GRPOLoss:
         return (batch.real_tokens or NO_TOKENS) if self.kind in BY_TOKENS else len(batch.labels)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
-        """Return the summed loss of a microbatch and its metrics; log-probabilities are gathered
-        over cp first, as means over rows need whole rows.
+        """Return the sum of the losses and metrics of a microbatch's rows. A mean over a row needs
+        the whole row: log-probabilities and entropies are gathered over cp, of whose ranks each
+        takes its share of the sum.
         """
-        # means over rows need rows that are complete over cp
-        new = head.gather_tokens(head.log_probabilities(hidden, batch.labels, self.temperature))
-        return self.compute_loss(new, None, head, batch)
-
-    def compute_loss(
-        self, new: Tensor, entropy: Tensor | None, head: LMHead, batch: Batch
-    ) -> LossOutput:
-        """Return the sum of the losses and metrics of the rows, from log-probabilities `new` and
-        entropies (or None) of all their tokens, gathered over cp: a mean over a row needs the whole
-        row. Every rank of cp takes its share of the sum.
-        """
+        new, entropy = _log_probabilities(self, hidden, head, batch)
+        new = head.gather_tokens(new)
+        entropy = None if entropy is None else head.gather_tokens(entropy)
         valid = batch.labels != IGNORED
 
         def loss(new: Tensor, rows: slice, valid: Tensor) -> tuple[Tensor, Metrics]:
@@ -145,23 +139,6 @@ class GRPOLoss:
         return sums
 
 
-@dataclass(frozen=True)
-class GRPOWithEntropy(GRPOLoss):
-    """GRPOLoss minus an entropy bonus; computing entropies costs a pass over the logits."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The metrics of GRPOLoss, and "entropy"."""
-        return (*super().names, "entropy")
-
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
-        """Return the summed loss of a microbatch, minus the bonus for the entropy of each token's
-        distribution, and its metrics.
-        """
-        new, entropy = head.log_probabilities_and_entropy(hidden, batch.labels, self.temperature)
-        return self.compute_loss(head.gather_tokens(new), head.gather_tokens(entropy), head, batch)
-
-
 # The objectives of PPO over layouts: of the policy (`policy.ppo_loss`) and of the critic
 # (`policy.value_loss`). Both are means over all tokens of the global batch.
 #
@@ -180,17 +157,18 @@ class PPOPolicyLoss:
     dual_clip: float | None = None
     temperature: float = 1.0
     entropy_coef: float = 0.0
-    """Coefficient of the entropy bonus, of PPOWithEntropy."""
+    """Coefficient of the entropy bonus; over 0 the entropies cost a pass over the logits."""
 
     head: ClassVar[type] = spec.LMHeadSpec
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The metrics that the loss reports: clip_fraction, ratio, kl_k1, kl_k3, and
-        dual_clip_fraction with a dual clip.
+        """The metrics that the loss reports: clip_fraction, ratio, kl_k1, kl_k3,
+        dual_clip_fraction with a dual clip, and entropy with a bonus for it.
         """
         dual = () if self.dual_clip is None else ("dual_clip_fraction",)
-        return ("clip_fraction", "ratio", "kl_k1", "kl_k3", *dual)
+        entropy = _ENTROPY[: self.entropy_coef > 0]
+        return ("clip_fraction", "ratio", "kl_k1", "kl_k3", *dual, *entropy)
 
     def count(self, batch: Batch) -> float:
         """Return the number of trained tokens, by which the loss is divided. Raises ValueError for
@@ -199,18 +177,10 @@ class PPOPolicyLoss:
         return _count(batch, (OLD, ADVANTAGE))
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
-        """Return the sum over this rank's tokens of the clipped surrogate loss, and its metrics."""
-        new = head.log_probabilities(hidden, batch.labels, self.temperature)
-        return self.compute_loss(new, None, head, batch)
-
-    def compute_loss(
-        self, new: Tensor, entropy: Tensor | None, head: LMHead, batch: Batch
-    ) -> LossOutput:
         """Return the sums of PPO's loss (clipped, with dual clip and entropy bonus; no KL to a
-        reference) and of its metrics over this rank's labelled tokens, from their log-probabilities
-        `new` and their entropies (or None). `head` only picks this rank's part of `batch`, which
-        has OLD and ADVANTAGE.
+        reference) and of its metrics over this rank's labelled tokens.
         """
+        new, entropy = _log_probabilities(self, hidden, head, batch)
         old, advantages = (head.local_tokens(batch.numbers[name]) for name in (OLD, ADVANTAGE))
         valid = head.local_tokens(batch.labels) != IGNORED
         mean, metrics = policy.ppo_loss(
@@ -225,23 +195,6 @@ class PPOPolicyLoss:
             entropy_coef=self.entropy_coef,
         )
         return _sum_output(mean, metrics, self.names, valid)
-
-
-@dataclass(frozen=True)
-class PPOWithEntropy(PPOPolicyLoss):
-    """PPOPolicyLoss minus an entropy bonus."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The metrics of PPOPolicyLoss, and "entropy"."""
-        return (*super().names, "entropy")
-
-    def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
-        """Return the sum over this rank's tokens of the clipped surrogate loss, minus the bonus for
-        the entropy of each token's distribution, and of the metrics.
-        """
-        new, entropy = head.log_probabilities_and_entropy(hidden, batch.labels, self.temperature)
-        return self.compute_loss(new, entropy, head, batch)
 
 
 @dataclass(frozen=True)
@@ -273,6 +226,17 @@ class PPOValueLoss:
         valid = head.local_tokens(batch.labels) != IGNORED
         mean, metrics = policy.value_loss(head.values(hidden), old, returns, valid, clip=self.clip)
         return _sum_output(mean, metrics, self.names, valid)
+
+
+def _log_probabilities(
+    loss: GRPOLoss | PPOPolicyLoss, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch
+) -> tuple[Float[Tensor, "sequences here"], Float[Tensor, "sequences here"] | None]:
+    """Return the log-probability of each label of this rank's tokens, and, where the loss has a
+    bonus for it, the entropy of its distribution.
+    """
+    if loss.entropy_coef:
+        return head.log_probabilities_and_entropy(hidden, batch.labels, loss.temperature)
+    return head.log_probabilities(hidden, batch.labels, loss.temperature), None
 
 
 def _count(batch: Batch, needed: Iterable[str]) -> float:

@@ -13,10 +13,8 @@ from dolmen.objectives.config import SIMPO_MARGIN
 from dolmen.objectives.objective import CrossEntropy, MaskedLM, Objective
 from dolmen.objectives.on_policy import (
     GRPOLoss,
-    GRPOWithEntropy,
     PPOPolicyLoss,
     PPOValueLoss,
-    PPOWithEntropy,
 )
 from dolmen.objectives.preference import DPO, KTO, ReferenceFreePreference
 from dolmen.objectives.reward import PairwiseRewardLoss
@@ -204,7 +202,7 @@ def objective_of(run: RunConfig) -> Objective:
         )
     if options.name == "grpo":
         rollout = run.rollout
-        return (GRPOWithEntropy if rollout.entropy_coef else GRPOLoss)(
+        return GRPOLoss(
             rollout.loss_type,
             rollout.importance_sampling_level,
             rollout.clip_low,
@@ -216,7 +214,7 @@ def objective_of(run: RunConfig) -> Objective:
         )
     if options.name == "ppo":
         rollout = run.rollout
-        return (PPOWithEntropy if rollout.entropy_coef else PPOPolicyLoss)(
+        return PPOPolicyLoss(
             rollout.clip_low,
             rollout.clip_high,
             run.ppo.dual_clip,

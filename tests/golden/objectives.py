@@ -27,10 +27,8 @@ from dolmen.objectives.on_policy import (
     RETURN,
     VALUE,
     GRPOLoss,
-    GRPOWithEntropy,
     PPOPolicyLoss,
     PPOValueLoss,
-    PPOWithEntropy,
 )
 from dolmen.objectives.preference import DPO, KTO, REFERENCE, ReferenceFreePreference
 from dolmen.objectives.reward import PairwiseRewardLoss
@@ -87,15 +85,13 @@ KINDS = {
     # answers that were drawn: means over rows, over tokens, and ratios of whole answers
     "grpo": Kind(FAMILIES["llama"], GRPOLoss(beta=0.1, temperature=0.7)),
     "dapo": Kind(FAMILIES["gpt2"], GRPOLoss("dapo", clip_high=0.28, beta=0.1)),
-    "undecided": Kind(
-        FAMILIES["llama"], GRPOWithEntropy(beta=0.1, entropy_coef=0.3, temperature=0.7)
-    ),
+    "undecided": Kind(FAMILIES["llama"], GRPOLoss(beta=0.1, entropy_coef=0.3, temperature=0.7)),
     "gspo": Kind(FAMILIES["llama"], GRPOLoss("gspo", "sequence", beta=0.1)),
     # the two models of PPO
     "policy": Kind(FAMILIES["llama"], PPOPolicyLoss(dual_clip=1.5, temperature=0.7)),
     "critic": Kind(scalar(FAMILIES["gpt2"]), PPOValueLoss(0.2)),
     "policy, undecided": Kind(
-        FAMILIES["llama"], PPOWithEntropy(dual_clip=1.5, temperature=0.7, entropy_coef=0.3)
+        FAMILIES["llama"], PPOPolicyLoss(dual_clip=1.5, temperature=0.7, entropy_coef=0.3)
     ),
     # and text beside what is drawn, of a model with experts and one without
     "policy, routed": Kind(FAMILIES["qwen3-moe"], PPOPolicyLoss(dual_clip=1.5), routed=True),

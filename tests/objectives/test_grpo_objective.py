@@ -12,7 +12,7 @@ from dolmen.core.mesh import SINGLE
 from dolmen.data.batch import Batch
 from dolmen.model import head
 from dolmen.model.layout import Layout
-from dolmen.objectives.on_policy import ADVANTAGE, OLD, REFERENCE, GRPOLoss, GRPOWithEntropy
+from dolmen.objectives.on_policy import ADVANTAGE, OLD, REFERENCE, GRPOLoss
 from dolmen.ops.loss import IGNORED
 
 
@@ -89,7 +89,7 @@ def test_entropy_is_paid_for():
     numbers = {OLD: torch.full((3, 8), -4.0).double(), ADVANTAGE: torch.ones(3, 8).double()}
     batch = Batch(tokens, tokens.roll(-1, 1), numbers=numbers)
     plain = model(tokens, lambda hidden, end: GRPOLoss()(hidden, end, batch))
-    paid = model(tokens, lambda h, end: GRPOWithEntropy(entropy_coef=0.3)(h, end, batch))
+    paid = model(tokens, lambda h, end: GRPOLoss(entropy_coef=0.3)(h, end, batch))
     p = model(tokens, head.compute_logits).softmax(-1)
     entropy = -(p * p.log()).sum(-1)
     assert paid.metrics[-1].item() == pytest.approx(entropy.mean(1).sum().item(), rel=1e-10)
@@ -105,7 +105,7 @@ def test_of_answers_that_are_all_left_out_nothing_is_learned(kind):
     tokens = torch.randint(0, 50, (2, 6), generator=torch.Generator().manual_seed(1))
     numbers = {OLD: torch.zeros(2, 6), ADVANTAGE: torch.ones(2, 6)}
     batch = Batch(tokens, torch.full_like(tokens, IGNORED), numbers=numbers)
-    objective = GRPOWithEntropy(kind, entropy_coef=0.1)
+    objective = GRPOLoss(kind, entropy_coef=0.1)
     count = objective.count(batch)
     scored = model(tokens, lambda h, end: objective(h, end, batch))
     (scored.total / count).backward()

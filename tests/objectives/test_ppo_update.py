@@ -24,7 +24,6 @@ from dolmen.objectives.on_policy import (
     VALUE,
     PPOPolicyLoss,
     PPOValueLoss,
-    PPOWithEntropy,
 )
 from dolmen.ops.loss import IGNORED
 from dolmen.optim import optimizer as optim
@@ -164,7 +163,7 @@ TEXT = Batch(
 )
 """Rows that have nothing to do with what is drawn, the first of fewer labels."""
 POLICY = PPOPolicyLoss(0.2, 0.2, ASKED.dual_clip, TEMPERATURE)
-UNDECIDED = PPOWithEntropy(0.2, 0.2, ASKED.dual_clip, TEMPERATURE, 0.3)
+UNDECIDED = PPOPolicyLoss(0.2, 0.2, ASKED.dual_clip, TEMPERATURE, 0.3)
 MODELS = {
     "policy": (FAMILIES["llama"], POLICY, policy_loss),
     "undecided": (FAMILIES["llama"], UNDECIDED, undecided_loss),

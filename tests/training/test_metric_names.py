@@ -13,7 +13,7 @@ from tinyrun import documented_metrics
 
 from dolmen.objectives import pairs
 from dolmen.objectives.objective import CrossEntropy, MaskedLM
-from dolmen.objectives.on_policy import GRPOWithEntropy, PPOValueLoss, PPOWithEntropy
+from dolmen.objectives.on_policy import GRPOLoss, PPOPolicyLoss, PPOValueLoss
 from dolmen.objectives.preference import DPO, KTO, ReferenceFreePreference
 from dolmen.objectives.reward import PairwiseRewardLoss
 from dolmen.rl import environment, iteration, rewards, rollout
@@ -26,8 +26,8 @@ OBJECTIVES = (
     DPO(),
     ReferenceFreePreference("simpo", 2.0),
     KTO(),
-    GRPOWithEntropy(beta=1.0),
-    PPOWithEntropy(dual_clip=3.0),
+    GRPOLoss(beta=1.0, entropy_coef=0.1),
+    PPOPolicyLoss(dual_clip=3.0, entropy_coef=0.1),
 )
 """With all of their metrics; those of a critic are apart."""
 ON_PAIRS = (PairwiseRewardLoss(), DPO(), KTO())
@@ -90,8 +90,8 @@ def test_names_of_preferences_are_those_of_trl():
 @pytest.mark.parametrize(
     "off, on, name",
     [
-        (GRPOWithEntropy(), GRPOWithEntropy(beta=0.1), "reference_kl"),
-        (PPOWithEntropy(), PPOWithEntropy(dual_clip=3.0), "dual_clip_fraction"),
+        (GRPOLoss(), GRPOLoss(beta=0.1), "reference_kl"),
+        (PPOPolicyLoss(), PPOPolicyLoss(dual_clip=3.0), "dual_clip_fraction"),
         (MaskedLM(), MaskedLM(follows=1.0), "follows"),
     ],
 )
