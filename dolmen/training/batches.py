@@ -15,6 +15,7 @@ from dolmen.core.messages import Failed
 from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
 from dolmen.optim.optimizer import DTYPES
+from dolmen.rl.config import RolloutConfig
 from dolmen.rl.environment import MultiTurn, UserEnvironment
 from dolmen.rl.generation import GenerationModel
 from dolmen.rl.iteration import PPORolloutBatches, RolloutBatches, RolloutModels, RolloutSetup
@@ -32,7 +33,6 @@ from dolmen.rl.rewards import (
 from dolmen.rl.rollout import delete_rollouts
 from dolmen.serving.engine import build_proposer, load_draft, stop_tokens
 from dolmen.training import reference
-from dolmen.training.config import RunConfig
 from dolmen.training.resolve import ResolvedRun
 from dolmen.training.state import TrainState
 
@@ -105,7 +105,7 @@ def rollout_batches(
         stop_ids |= stop_tokens(resolved.init)
     with (
         make_reward(resolved, state, mesh) as reward,
-        open_environment(run, loader, mesh) as turns,
+        open_environment(run.environment, run.rollout, loader, mesh) as turns,
         _ending(),
     ):
         draft = load_draft(resolved.draft, run.spec, generator.mesh, DTYPES[run.train.dtype])
@@ -119,7 +119,9 @@ def rollout_batches(
             run.train.seed,
             out,
             checkpoints.steps,
-            make_offloader(run, state, generator, reference_model, reward),
+            Offloader()
+            if run.rollout.offload == "none"
+            else make_offloader(state, generator, reference_model, reward),
         )
         if state.critic is None:
             yield RolloutBatches(run.rollout, loader, models, reward, setup, turns)
@@ -139,18 +141,14 @@ def rollout_batches(
 
 
 def make_offloader(
-    run: RunConfig,
     state: TrainState,
     generator: GenerationModel,
     reference: Decoder | None,
     reward: CombinedReward,
 ) -> Offloader:
     """Return the offloader that moves models and optimizer states between device and host while
-    they are not needed: trained models, generation model, reference and reward models. With
-    --rollout.offload none it moves nothing.
+    they are not needed: trained models, generation model, reference and reward models.
     """
-    if run.rollout.offload == "none":
-        return Offloader()
     learning = [state] if state.critic is None else [state, state.critic.state]
     # the generator is no part of these: its values are dropped, as each iteration copies them anew
     frozen = reward.models if reference is None else [reference, *reward.models]
@@ -160,17 +158,17 @@ def make_offloader(
 
 @contextmanager
 def open_environment(
-    run: RunConfig, loader: PromptLoader, mesh: Mesh
+    name: str | None, config: RolloutConfig, loader: PromptLoader, mesh: Mesh
 ) -> Iterator[MultiTurn | None]:
     """Context manager: yield the object that turns completions into multi-turn ones by the user's
-    function --environment, whose worker process runs within; None without such a function.
+    function `name` (--environment), whose worker process runs within; None for None.
     """
-    if run.environment is None:
+    if name is None:
         yield None
         return
-    with UserEnvironment(run.environment, run.rollout.timeout_seconds) as environment:
-        stop = run.rollout.on_failure == "stop"
-        yield MultiTurn(environment, loader.tokenizer, run.rollout.max_turns, stop, mesh)
+    with UserEnvironment(name, config.timeout_seconds) as environment:
+        stop = config.on_failure == "stop"
+        yield MultiTurn(environment, loader.tokenizer, config.max_turns, stop, mesh)
 
 
 def make_reward(resolved: ResolvedRun, state: TrainState, mesh: Mesh) -> CombinedReward:

@@ -39,20 +39,21 @@ from dolmen.data.base_loader import HeldOutRows, Loader
 from dolmen.data.batch import Batch
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.evaluation import tasks
+from dolmen.evaluation.config import DuringConfig
 from dolmen.evaluation.model import Loaded, generate_texts
 from dolmen.evaluation.validate import NEXT_TOKEN, mean_loss
+from dolmen.families import ModelConfig
 from dolmen.files import gate, write
 from dolmen.launch.watchdog import Watch
 from dolmen.objectives.objective import CrossEntropy, MaskedLM, Objective
 from dolmen.objectives.preference import meaningful_metrics
 from dolmen.objectives.reward import BINS, CalibratedRewardLoss, PairwiseRewardLoss
-from dolmen.optim.optimizer import DTYPES
 from dolmen.pages import picture
 from dolmen.rl.generation import GenerationModel
 from dolmen.serving.generation import encode
 from dolmen.serving.request import SamplingParams
 from dolmen.training import folder
-from dolmen.training.config import RunConfig
+from dolmen.training.config import LogConfig
 from dolmen.training.start import on_first_rank
 from dolmen.training.state import TrainState
 
@@ -65,11 +66,20 @@ class RunEvaluator:
     methods are called by every rank; the first rank opens and writes samples.jsonl.
     """
 
-    def __init__(self, run: RunConfig, tokenizer: PreTrainedTokenizer, mesh: Mesh, out: Path):
-        """Read and tokenize the prompts of --evaluate.samples, open samples.jsonl in `out` (first
-        rank), and prepare a generation model if training's layout cannot generate. Collective.
+    def __init__(
+        self,
+        config: DuringConfig,
+        model: ModelConfig,
+        tokenizer: PreTrainedTokenizer,
+        generator: GenerationModel | None,
+        mesh: Mesh,
+        out: Path,
+    ):
+        """Read and tokenize the prompts of --evaluate.samples, and open samples.jsonl in `out`
+        (first rank). `generator`: the model that generates, its memory released between
+        evaluations; None where the trained one can. Collective.
         """
-        self.config, self.tokenizer, self.mesh = run.evaluate, tokenizer, mesh
+        self.config, self.tokenizer, self.mesh = config, tokenizer, mesh
         self.prompts: list[str] = []
         self.file = None
         if self.config.samples is not None:
@@ -78,9 +88,8 @@ class RunEvaluator:
             if mesh.first:
                 folder.claim(out, SAMPLES)
                 self.file = write.append(out / SAMPLES)
-        # without memory until the first evaluation
-        self.generator = _make_generator(run, mesh)
-        self.prompt_tokens = [encode(tokenizer, prompt, run.known_model) for prompt in self.prompts]
+        self.generator = generator
+        self.prompt_tokens = [encode(tokenizer, prompt, model) for prompt in self.prompts]
 
     def scores(self, state: TrainState) -> dict[str, float]:
         """Run the lm_eval tasks of --evaluate.tasks on the model of `state`, and return
@@ -139,20 +148,6 @@ class RunEvaluator:
         """Close samples.jsonl, if this rank has opened it."""
         if self.file is not None:
             self.file.close()
-
-
-def _make_generator(run: RunConfig, mesh: Mesh) -> GenerationModel | None:
-    """Return a second model for generation during evaluation, with training's tp and pp but one
-    stage per rank and no cp, whose memory is not allocated yet; None if training's own layout can
-    generate.
-    """
-    layout = run.layout
-    if layout.virtual_stages == 1 and layout.cp == 1:
-        return None
-    training = replace(run.training, dropout=0.0, fp8=None)
-    dtype = DTYPES[run.train.dtype]
-    # released: between evaluations the memory belongs to training
-    return GenerationModel(run.spec, training, mesh, layout.tp, dtype, layout.pp, released=True)
 
 
 def read_prompts(file: str) -> list[str]:
@@ -334,10 +329,21 @@ class Validator:
     loss, which checkpoints store. Both carry the losses per source from before the first step.
     """
 
-    def __init__(self, run: RunConfig, loader: Loader, mesh: Mesh, out: Path, watch: Watch):
-        """Prepare validations of the run in the folder `out`, whose progress `watch` gets."""
-        self.run, self.loader, self.mesh, self.out = run, loader, mesh, out
-        self.watch = watch
+    def __init__(
+        self,
+        config: LogConfig,
+        sequence_length: int,
+        title: str,
+        loader: Loader,
+        mesh: Mesh,
+        out: Path,
+        watch: Watch,
+    ):
+        """Prepare validations of the run in the folder `out`, whose progress `watch` gets. `title`:
+        of the calibration diagram.
+        """
+        self.config, self.sequence_length, self.title = config, sequence_length, title
+        self.loader, self.mesh, self.out, self.watch = loader, mesh, out, watch
         self.last: Validation | None = None
         self.last_finite: Validation | None = None
 
@@ -411,7 +417,7 @@ class Validator:
         as many tokens as the run has trained on, and the one before the first step as many as the
         last one will, so that the two can be compared.
         """
-        tokens, length = self.run.log.validation_tokens, self.run.sequence_length
+        tokens, length = self.config.validation_tokens, self.sequence_length
         if tokens == 0:
             return None
         if state.step in (0, state.steps):
@@ -426,7 +432,7 @@ class Validator:
         """Return the validation per source, with the bits per byte from before the first step taken
         from the last validation; empty without --log.validate-sources.
         """
-        if not self.run.log.validate_sources:
+        if not self.config.validate_sources:
             return SourceValidation()
         before = {} if self.last is None else self.last.sources_before
         return validate_sources(state, self.loader, self.mesh, most, before, through)
@@ -438,8 +444,7 @@ class Validator:
         calibration = Calibration.from_metrics(result)
         if self.mesh.first:
             folder.claim(self.out, CALIBRATION_FILE)
-            title = f"{self.run.name}: held-out pairs"
-            image = plot_calibration(calibration, result["accuracy"], title)
+            image = plot_calibration(calibration, result["accuracy"], self.title)
             write.replace(self.out / CALIBRATION_FILE, image)
         return calibration.error
 

@@ -30,6 +30,7 @@ from dolmen.training.config import RunConfig
 from dolmen.training.evaluate import RunEvaluator, Validator
 from dolmen.training.folder import claim
 from dolmen.training.goodput import GoodputTimer
+from dolmen.training.initialize import make_evaluation_generator
 from dolmen.training.loop import Hook, Stop
 from dolmen.training.metrics import (
     CallbackWriter,
@@ -94,7 +95,8 @@ class TrainingHooks:
         self.peak = peak
         self.began = started_at
         self.timeline = timeline
-        self.validator = Validator(run, loader, mesh, out, watch)
+        title = f"{run.name}: held-out pairs"
+        self.validator = Validator(run.log, run.sequence_length, title, loader, mesh, out, watch)
         # by the starts before
         # steps without an update that are not part of the critic's warm-up
         self.skipped = state.step - state.updates - min(state.step, state.critic_warmup_steps)
@@ -111,9 +113,16 @@ class TrainingHooks:
         # steps between validations, evaluations and rows per rank, where no option is set
         self.first, self.tenth = state.step + 1, max(1, state.steps // 10)
         self.profile = Profile(run.log.profile, mesh, out)
-        self.evaluator = (
-            RunEvaluator(run, loader.tokenizer, mesh, out) if run.evaluate.enabled else None
-        )
+        self.evaluator = None
+        if run.evaluate.enabled:
+            self.evaluator = RunEvaluator(
+                run.evaluate,
+                run.known_model,
+                loader.tokenizer,
+                make_evaluation_generator(run, mesh),
+                mesh,
+                out,
+            )
         self.line = report.ProgressLine(console, state.step, state.steps)
         self.run_id = metrics.run_id(out / metrics.HISTORY, state.step) if mesh.first else ""
         self.trackers = [] if self.record is None else self._start_trackers(state.step)

@@ -23,9 +23,10 @@ from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import DTYPES, LossScale, master_dtype
 from dolmen.parallel import pipeline
 from dolmen.parallel.schedule import Schedule
+from dolmen.rl.generation import GenerationModel
 from dolmen.rl.prompts import PromptLoader
 from dolmen.rl.targets import KLController
-from dolmen.training.config import RunConfig
+from dolmen.training.config import RunConfig, TrainConfig
 from dolmen.training.resolve import ResolvedRun
 from dolmen.training.self_test import check_machine
 from dolmen.training.state import Critic, PretrainingLoss, SpikePolicy, TrainState
@@ -46,7 +47,7 @@ def make_state(resolved: ResolvedRun, mesh: Mesh, steps: int) -> TrainState:
             generates=run.objective.name == "grpo",
         )
     model = build_model(run, run.spec, schedule, mesh)
-    load_initial(model, resolved.weights, run)
+    load_initial(model, resolved.weights, run.train)
     if resolved.weights is not None:
         _load_scales(model, resolved.weights)
     state = initial_state(run, model, schedule, mesh, steps)
@@ -62,7 +63,7 @@ def make_critic(resolved: ResolvedRun, policy: TrainState, mesh: Mesh) -> Critic
     """
     run = resolved.config
     model = build_model(run, replace(run.spec, head=ScalarHeadSpec()), policy.schedule, mesh)
-    load_initial(model, resolved.critic, run)
+    load_initial(model, resolved.critic, run.train)
     lr = run.optimizer.lr if run.critic.lr is None else run.critic.lr
     state = initial_state(
         run,
@@ -108,18 +109,18 @@ def build_model(run: RunConfig, spec: ModelSpec, schedule: Schedule, mesh: Mesh)
     )
 
 
-def load_initial(model: Decoder, source: ModelSource | None, run: RunConfig) -> None:
+def load_initial(model: Decoder, source: ModelSource | None, train: TrainConfig) -> None:
     """Initialize a model's parameters in place: load those that `source` has, and sample all others
     (adapters, router biases, a scalar head) from the run's seed. `source` None: sample all.
     """
     if source is None:
-        build.initialize(model, run.train.seed)
+        build.initialize(model, train.seed)
         return
     # names decide the random numbers, so what is sampled does not depend on what is loaded
     stored = [name for name, _ in model.named_parameters() if name in source.spec.params]
-    build.initialize(model, run.train.seed, stored)
+    build.initialize(model, train.seed, stored)
     # rounded once, from the stored dtype to the master weights'
-    masters = cast_source(source, master_dtype(run.train.dtype))
+    masters = cast_source(source, master_dtype(train.dtype))
     build.load(model, lambda write: load_weights(masters, write, only=stored))
 
 
@@ -226,3 +227,17 @@ def objective_of(run: RunConfig) -> Objective:
     # masked tokens of a sequence: the weight that makes both of BERT's losses means of their own
     masked = max(1.0, run.data.masked_fraction * run.sequence_length)
     return MaskedLM(masked if run.spec.head.follows else 0.0)
+
+
+def make_evaluation_generator(run: RunConfig, mesh: Mesh) -> GenerationModel | None:
+    """Return a second model for generation during evaluation, with training's tp and pp but one
+    stage per rank and no cp, whose memory is not allocated yet; None if training's own layout can
+    generate.
+    """
+    layout = run.layout
+    if layout.virtual_stages == 1 and layout.cp == 1:
+        return None
+    training = replace(run.training, dropout=0.0, fp8=None)
+    dtype = DTYPES[run.train.dtype]
+    # released: between evaluations the memory belongs to training
+    return GenerationModel(run.spec, training, mesh, layout.tp, dtype, layout.pp, released=True)

@@ -151,7 +151,7 @@ def initial_model(resolved: ResolvedRun, state: TrainState, mesh: Mesh) -> Decod
     if resolved.start is not None:
         return load_model(run, resolved.start, state, mesh)
     model = _build(run, run.trained, state, mesh)
-    load_initial(model, None, run)
+    load_initial(model, None, run.train)
     return model
 
 
@@ -160,7 +160,7 @@ def load_model(run: RunConfig, source: ModelSource, state: TrainState, mesh: Mes
     the trained model.
     """
     model = _build(run, source.spec, state, mesh)
-    load_initial(model, source, run)
+    load_initial(model, source, run.train)
     return model
 
 

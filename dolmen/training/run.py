@@ -164,7 +164,7 @@ def run_training(
         # before the first collective that depends on the data
         require_same_data(loader, mesh)
         if not start.resumed:
-            check_profile(resolved.config, run_steps(resolved.config, loader))
+            check_profile(resolved.config.log.profile, run_steps(resolved.config, loader))
         # the reference of DPO is the model before anything is resumed into it
         state = make_initial(job)
         references = {}

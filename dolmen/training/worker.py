@@ -237,7 +237,7 @@ def prepare(
         config = resolved.config
         data = open_data(resolved, progress=True, verify=verify)
         if config.evaluate.enabled:
-            check_evaluation(config, data.inputs.tokenizer)
+            check_evaluation(config.evaluate, config.known_model, data.inputs.tokenizer)
         if starts:
             devices.require_gpus(config.train.device, config.layout.world, DEVICE)
             if handling.overwrite:

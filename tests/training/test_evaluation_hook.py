@@ -12,7 +12,7 @@ from dolmen.evaluation.config import DuringConfig
 from dolmen.files import kinds
 from dolmen.files.write import Tail
 from dolmen.model.layout import Layout
-from dolmen.training import evaluate
+from dolmen.training import initialize
 from dolmen.training.metrics import read_metrics
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -52,9 +52,9 @@ def samples(out):
 )
 def test_what_cannot_write_is_judged_in_a_layout_that_can(material, layout, separate, monkeypatch):
     """Tasks write too, with no samples asked."""
-    monkeypatch.setattr(evaluate, "GenerationModel", lambda *given, **options: "another")
+    monkeypatch.setattr(initialize, "GenerationModel", lambda *given, **options: "another")
     run = replace(material.config(), layout=layout, evaluate=DuringConfig(tasks="choice"))
-    assert evaluate._make_generator(run, SINGLE) == ("another" if separate else None)
+    assert initialize.make_evaluation_generator(run, SINGLE) == ("another" if separate else None)
 
 
 def test_scores_and_samples_are_written_and_training_is_the_same(material, command, tmp_path):

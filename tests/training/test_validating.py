@@ -40,7 +40,7 @@ def validator(material, tmp_path, monkeypatch):
         unit="token",
     )
     watch = SimpleNamespace(through=lambda batches, **_: batches)
-    made = Validator(run, loader, SINGLE, tmp_path, watch)
+    made = Validator(run.log, run.sequence_length, "pairs", loader, SINGLE, tmp_path, watch)
 
     def measure(step: int, loss: float):
         losses.append(loss)
@@ -65,7 +65,8 @@ def test_what_was_before_the_first_step_outlives_a_loss_that_is_none(validator):
     assert made.last_finite.bits_per_byte == 2.0 * 64 / 256 / math.log(2)
     measure(3, math.nan)
     assert math.isnan(made.last.loss) and made.last_finite.step == 0
-    resumed = Validator(made.run, made.loader, SINGLE, made.out, made.watch)
+    options = made.config, made.sequence_length, made.title
+    resumed = Validator(*options, made.loader, SINGLE, made.out, made.watch)
     resumed.begin(made.last_finite)
     assert resumed.last.sources_before == BEFORE
     measure(6, 1.5)

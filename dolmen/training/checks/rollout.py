@@ -8,12 +8,13 @@ from dolmen.conversion.source import ModelSource
 from dolmen.core.messages import plural
 from dolmen.families import compare_fields
 from dolmen.model.layout import Layout
+from dolmen.model.spec import ModelSpec
 from dolmen.rl import function_worker, rewards
 from dolmen.rl.config import GROUP_ESTIMATORS, CriticConfig, PPOConfig, RolloutConfig
 from dolmen.rl.targets import MAX_KL_ERROR
 from dolmen.serving.request import check_compile, check_int8
 from dolmen.serving.speculation import check_draft
-from dolmen.training.config import RunConfig
+from dolmen.training.config import RunConfig, TrainConfig
 from dolmen.training.resolve import ResolvedRun
 
 REPLACED_BY_CRITIC = (
@@ -82,7 +83,7 @@ def check_rollout(resolved: ResolvedRun) -> None:
             f"soft cap ({run.spec.head.soft_cap}): use 1"
         )
     if run.rollout.routing_replay:
-        _check_replay(run)
+        _check_replay(run.train, run.spec)
     _check_layout(run)
     if resolved.draft is not None:
         check_draft(resolved.draft.spec, run.spec)
@@ -106,20 +107,20 @@ def _check_rewards(resolved: ResolvedRun) -> None:
             rewards.make_reward_function(name, run.rollout.timeout_seconds)
 
 
-def _check_replay(run: RunConfig) -> None:
-    """Raise ValueError if a run with rollout.routing-replay (which is set) has a model without
+def _check_replay(train: TrainConfig, model: ModelSpec) -> None:
+    """Raise ValueError if a run with rollout.routing-replay (which is set) has a `model` without
     experts, a compiled model, or router biases that move between updates (train.router.balance bias
     with a bias-rate over 0).
     """
-    if not run.spec.experts:
+    if not model.experts:
         raise ValueError(
             "rollout.routing-replay is for MoE models, but the model has no experts: leave it out"
         )
-    if run.train.compile:
+    if train.compile:
         raise ValueError(
             "rollout.routing-replay and train.compile exclude each other: leave one of the two out"
         )
-    router = run.train.router
+    router = train.router
     if router.balance == "bias" and router.bias_rate:
         raise ValueError(
             "rollout.routing-replay fixes the routing for an iteration, so train.router.balance "

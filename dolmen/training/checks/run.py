@@ -21,6 +21,7 @@ from dolmen.conversion import hf_export
 from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.evaluation import tasks
 from dolmen.evaluation.config import DuringConfig
+from dolmen.families import ModelConfig
 from dolmen.model.spec import (
     LMHeadSpec,
     ModelSpec,
@@ -77,11 +78,12 @@ def check_exportable(config: RunConfig) -> None:
     hf_export.check_expressible(config.known_model, config.train.training.apply_to(config.spec))
 
 
-def check_evaluation(config: RunConfig, tokenizer: PreTrainedTokenizer) -> None:
+def check_evaluation(
+    options: DuringConfig, model: ModelConfig, tokenizer: PreTrainedTokenizer
+) -> None:
     """Raise ValueError for unknown tasks of --evaluate.tasks, and if a prompt in the file of
     --evaluate.samples, with its new tokens, is too long for the model.
     """
-    options, model = config.evaluate, config.known_model
     if options.tasks is not None:
         tasks.check(options)
     if options.samples is None:
@@ -174,7 +176,7 @@ def check_length(config: RunConfig) -> None:
     config.check_length()
     check_agreement(config)
     if config.steps is not None:
-        check_profile(config, config.steps)
+        check_profile(config.log.profile, config.steps)
 
 
 def check_agreement(config: RunConfig) -> None:
@@ -210,12 +212,12 @@ def check_agreement(config: RunConfig) -> None:
             )
 
 
-def check_profile(config: RunConfig, steps: int) -> None:
-    """Raise Unusable where the step to be profiled is after the last of `steps`."""
-    if config.log.profile is not None and config.log.profile > steps:
+def check_profile(step: int | None, steps: int) -> None:
+    """Raise Unusable where the `step` to be profiled is after the last of `steps`."""
+    if step is not None and step > steps:
         raise folder.Unusable(
-            f"log.profile ({config.log.profile}) exceeds the run's {steps} steps: use "
-            f"--log.profile {steps} or less, or --train.steps {config.log.profile} or more"
+            f"log.profile ({step}) exceeds the run's {steps} steps: use "
+            f"--log.profile {steps} or less, or --train.steps {step} or more"
         )
 
 
@@ -281,7 +283,7 @@ def validate(resolved: ResolvedRun) -> None:
     """
     validate_computation(resolved)
     check_adapter(resolved.config)
-    check_start_trackers(resolved.config)
+    check_start_trackers(resolved.config.log.trackers)
     check_init(resolved)
     check_moments(resolved)
     check_new_rows(resolved)
@@ -305,11 +307,11 @@ def validate_computation(resolved: ResolvedRun) -> None:
     check_exact(config)
 
 
-def check_start_trackers(config: RunConfig) -> None:
-    """Raise ValueError if the package of an experiment tracker in --log.to is not installed; none
-    is started.
+def check_start_trackers(trackers: Sequence[str]) -> None:
+    """Raise ValueError if the package of one of the experiment `trackers` of --log.to is not
+    installed; none is started.
     """
-    if lacking := metrics.not_installed(config.log.trackers):
+    if lacking := metrics.not_installed(trackers):
         raise ValueError(
             f"log.to has {lacking[0]}, which is not installed: pip install 'dolmen[log]', or leave "
             "it out of --log.to"
