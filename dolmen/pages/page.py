@@ -54,3 +54,12 @@ def table(rows: Iterable[Sequence[str]], heads: Sequence[str] = ()) -> str:
     lines += ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
     body = "\n".join(f"<tr>{line}</tr>" for line in lines)
     return f"<table>\n{body}\n</table>"
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """Return `most` numbers spread evenly over 0 to `count` - 1, both ends included; all of them if
+    `count` is no more than `most`.
+    """
+    if count <= most:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})

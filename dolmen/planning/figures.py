@@ -14,6 +14,7 @@ from typing import Any
 
 from dolmen.core.log import size
 from dolmen.core.messages import plural
+from dolmen.pages.page import evenly
 from dolmen.pages.picture import (
     BLUE,
     FAINT,
@@ -288,15 +289,6 @@ def _paint_fleets(
     axes.grid()
     if len(worths) > 1:
         axes.legend()
-
-
-def evenly(count: int, most: int) -> list[int]:
-    """Return `most` numbers spread evenly over 0 to `count` - 1, both ends included; all of them if
-    `count` is no more than `most`.
-    """
-    if count <= most:
-        return list(range(count))
-    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
 def kind_bytes(memory: StageMemory, kind: str) -> int:

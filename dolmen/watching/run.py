@@ -4,7 +4,7 @@ and not fatal, so that a damaged run shows what is left.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -16,11 +16,19 @@ from dolmen.core.log import size
 from dolmen.core.messages import plural
 from dolmen.files import gate, kinds
 from dolmen.files.write import Tail
+from dolmen.pages.page import evenly
 from dolmen.training import goodput
 from dolmen.watching.series import Series
 
 METRICS, HISTORY, SAMPLES = "metrics.jsonl", "history.jsonl", "samples.jsonl"
 COMPLETIONS = "rollouts/completions.jsonl"
+ROWS = {
+    METRICS: kinds.METRICS_ROW,
+    HISTORY: kinds.HISTORY_ROW,
+    SAMPLES: kinds.SAMPLE_ROW,
+    COMPLETIONS: kinds.ROLLOUT_COMPLETION_ROW,
+}
+"""Files that are read while they grow: name -> schema of a row."""
 MOST_PROMPTS, MOST_TEXTS, LONGEST_TEXT = 50, 12, 4000
 MOST_OPTIONS, LONGEST_VALUE = 2000, 400
 MOST_STARTS = 500
@@ -47,15 +55,10 @@ class WatchedRun:
                 "the folder that dolmen train wrote"
             )
         self.folder, self.label = folder, label
-        self.rows = Tail(folder / METRICS, kinds.METRICS_ROW)
-        self.events = Tail(folder / HISTORY, kinds.HISTORY_ROW)
-        self.texts = Tail(folder / SAMPLES, kinds.SAMPLE_ROW)
-        self.completion_rows = Tail(folder / COMPLETIONS, kinds.ROLLOUT_COMPLETION_ROW)
-        self.series = Series()
-        self.history = History()
-        self.samples: dict[str, dict[int, str]] = {}
-        self.completions: dict[int, list[str]] = {}
+        self.tails = {name: Tail(folder / name, kind) for name, kind in ROWS.items()}
         self.refused: dict[str, str] = {}
+        for name in ROWS:
+            self._clear(name)
 
     def read(self) -> None:
         """Read the rows that were appended to metrics.jsonl, history.jsonl, samples.jsonl and the
@@ -63,10 +66,8 @@ class WatchedRun:
         `refused`, file name -> message.
         """
         self.refused = {}
-        self._read_new(self.rows, METRICS)
-        self._read_new(self.events, HISTORY)
-        self._read_new(self.texts, SAMPLES)
-        self._read_new(self.completion_rows, COMPLETIONS)
+        for name, tail in self.tails.items():
+            self._read_new(tail, name)
 
     def _read_new(self, tail: Tail, name: str) -> None:
         """Read the new rows of the file `name` through `tail` and add them to what is shown; if the
@@ -98,9 +99,9 @@ class WatchedRun:
         elif name == HISTORY:
             self.history = History()
         elif name == SAMPLES:
-            self.samples = {}
+            self.samples: dict[str, dict[int, str]] = {}
         else:
-            self.completions = {}
+            self.completions: dict[int, list[str]] = {}
 
     def _add(self, name: str, row: Mapping[str, Any]) -> None:
         """Add a row of the file `name` to the series of metrics, the history, the completions (at
@@ -123,7 +124,7 @@ class WatchedRun:
         facts, series, history, checkpoints, samples (shortened), the first MOST_OPTIONS options,
         messages of damaged files. Reads config.yaml, goodput.json and the list of checkpoints anew.
         """
-        config = self._config()
+        config = self._read_file("config.yaml", gate.read_yaml, kinds.RUN) or {}
         # files of a run are not trusted: there may be more in them than dolmen writes
         options = dict(list(flatten(config).items())[:MOST_OPTIONS])
         return {
@@ -133,41 +134,39 @@ class WatchedRun:
             "series": self.series.as_dict(),
             **self.history.as_dict(),
             "checkpoints": self._checkpoints(),
-            "samples": [
-                {
-                    "prompt": _shorten(prompt),
-                    "texts": [[step, _shorten(by[step])] for step in _pick_steps(by)],
-                }
-                for prompt, by in self.samples.items()
-            ]
-            + self._completion_tables(),
+            "samples": self._samples(),
             "options": {name: _format_option(value) for name, value in options.items()},
             "refused": sorted(self.refused.values()),
         }
 
-    def _completion_tables(self) -> list[dict[str, Any]]:
-        """Return a table for each i, {"prompt": title, "texts": [[step, text], ...]}: the i-th
-        logged completion of every rollout iteration, or of evenly spaced ones if there are many.
+    def _samples(self) -> list[dict[str, Any]]:
+        """Return tables {"prompt": title, "texts": [[step, text], ...]}: one for each prompt, and
+        one for each i, of the i-th logged completion of every rollout iteration; of many steps,
+        evenly spaced ones.
         """
-        tables = []
+        tables = dict(self.samples)
         for i in range(max(map(len, self.completions.values()), default=0)):
-            by = {step: texts[i] for step, texts in self.completions.items() if i < len(texts)}
-            texts = [[step, _shorten(by[step])] for step in _pick_steps(by)]
-            tables.append({"prompt": f"Completion {i + 1} of each iteration", "texts": texts})
-        return tables
+            by_step = {step: texts[i] for step, texts in self.completions.items() if i < len(texts)}
+            tables[f"Completion {i + 1} of each iteration"] = by_step
+        return [
+            {
+                "prompt": _shorten(title),
+                "texts": [[step, _shorten(by_step[step])] for step in _pick_steps(by_step)],
+            }
+            for title, by_step in tables.items()
+        ]
 
-    def _config(self) -> dict[str, Any]:
-        """Return config.yaml as plain values, read anew each time; {} where it is missing or
-        damaged.
+    def _read_file(self, name: str, read: Callable[[Path, gate.Kind], Any], kind: gate.Kind) -> Any:
+        """Return a file of the run as `read` reads it, anew each time; None where it is missing or
+        damaged, which is noted in `refused`.
         """
-        file = self.folder / "config.yaml"
+        file = self.folder / name
         try:
             _refuse_link(file)
-            if file.exists():
-                return gate.read_yaml(file, kinds.RUN) or {}
+            return read(file, kind) if file.exists() else None
         except gate.Refused as error:
-            self.refused["config.yaml"] = str(error)
-        return {}
+            self.refused[name] = str(error)
+            return None
 
     def _checkpoints(self) -> list[int]:
         """Return the steps of the complete checkpoints on disk, in ascending order, at most the
@@ -184,6 +183,10 @@ class WatchedRun:
         start = self.history.starts[-1] if self.history.starts else {}
         model = [str(options[n]) for n in ("model.model_type",) if n in options]
         model += [f"{size(start['parameters'])} parameters"] if "parameters" in start else []
+        processes = ""
+        if "processes" in start:
+            count = plural(start["processes"], "process", "processes")
+            processes = f"{count} on {start.get('device', '?')}"
         # the last step that metrics.jsonl has
         step = max((i.step for i in self.series.intervals.values()), default=0)
         total = start.get("steps") or options.get("train.steps")
@@ -191,7 +194,7 @@ class WatchedRun:
             **_rollouts(last),
             "model": ", ".join(model),
             "layout": _layout(options),
-            "processes": _processes(start),
+            "processes": processes,
             "batch": _batch(options),
             "steps": f"{step:,} of {total:,}" if isinstance(total, int) else f"{step:,}",
             "state": self._state(),
@@ -220,13 +223,7 @@ class WatchedRun:
         """Return, from the run's goodput.json, the shares of wall time by activity as text, and the
         ranks for which the others wait longest; "" where the file is missing, damaged or empty.
         """
-        file = self.folder / goodput.FILE
-        try:
-            _refuse_link(file)
-            sums = gate.read_json(file, kinds.GOODPUT) if file.exists() else None
-        except gate.Refused as error:
-            self.refused[goodput.FILE] = str(error)
-            return ""
+        sums = self._read_file(goodput.FILE, gate.read_json, kinds.GOODPUT)
         if sums is None or not (shares := goodput.shares(sums["seconds"])):
             return ""
         slow = goodput.slow_ranks(sums["slow"], sums["seconds"])
@@ -241,14 +238,9 @@ class WatchedRun:
         """Return the time at which a file of metrics, history or samples was last written, in UTC
         as text.
         """
-        times = [file.stat().st_mtime for file in self._files() if file.exists()]
+        files = [self.tails[name].file for name in (METRICS, HISTORY, SAMPLES)]
+        times = [file.stat().st_mtime for file in files if file.exists()]
         return datetime.fromtimestamp(max(times), UTC).strftime("%Y-%m-%d %H:%M:%S")
-
-    def _files(self) -> list[Path]:
-        """Return the paths of the files of metrics, history and samples, whose times of writing
-        show that a run is alive.
-        """
-        return [tail.file for tail in (self.rows, self.events, self.texts)]
 
 
 class History:
@@ -329,16 +321,12 @@ def _refuse_link(file: Path) -> None:
         raise gate.refuse(file, "is a link, which is not followed")
 
 
-def _pick_steps(steps: Mapping[int, Any]) -> list[int]:
+def _pick_steps(steps: Iterable[int]) -> list[int]:
     """Return the steps in ascending order; of more than 12, 12 evenly spaced ones with the first
     and the last.
     """
-    steps_ = sorted(steps)
-    if len(steps_) <= MOST_TEXTS:
-        return steps_
-    last = len(steps_) - 1
-    # i = 0 is the first, i = MOST_TEXTS - 1 the last
-    return [steps_[round(i * last / (MOST_TEXTS - 1))] for i in range(MOST_TEXTS)]
+    ordered = sorted(steps)
+    return [ordered[i] for i in evenly(len(ordered), MOST_TEXTS)]
 
 
 def describe_completion(row: Mapping[str, Any]) -> str:
@@ -392,15 +380,6 @@ def _layout(options: Mapping[str, Any]) -> str:
     zero = options.get("layout.zero")
     words += [f"ZeRO {zero}"] if isinstance(zero, int) and zero and words else []
     return " x ".join(words) if words else ("one process" if options else "")
-
-
-def _processes(start: Mapping[str, Any]) -> str:
-    """Return the number of processes and the device of a start of the run as text; "" if not
-    known.
-    """
-    if "processes" not in start:
-        return ""
-    return f"{plural(start['processes'], 'process', 'processes')} on {start.get('device', '?')}"
 
 
 def _batch(options: Mapping[str, Any]) -> str:

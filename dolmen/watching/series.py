@@ -37,12 +37,8 @@ class Spread:
         """
         if value is None:
             self.gaps += 1
-            return
-        self.count += 1
-        # running mean: a sum of large values could overflow
-        mean = self.mean + (value - self.mean) / self.count
-        self.low, self.high = min(self.low, value), max(self.high, value)
-        self.mean = self._clamp(mean)
+        else:
+            self.join(Spread(1, value, value, value))
 
     def join(self, other: "Spread") -> None:
         """Add all values that `other`, the same column in a neighbouring interval, has counted."""
@@ -50,17 +46,11 @@ class Spread:
         if not other.count:
             return
         self.count += other.count
-        # weighted by counts; a product of sums could overflow
-        mean = self.mean + (other.mean - self.mean) * (other.count / self.count)
+        # weighted by counts; a sum of large values could overflow
+        share = other.count / self.count
+        self.mean = self.mean * (1 - share) + other.mean * share
         # a peak stays visible, however wide the interval
         self.low, self.high = min(self.low, other.low), max(self.high, other.high)
-        self.mean = self._clamp(mean)
-
-    def _clamp(self, mean: float) -> float:
-        """Return `mean` clamped to the minimum and maximum so far: rounding, or the overflow of a
-        difference (NaN), may have moved it outside.
-        """
-        return min(self.high, max(self.low, mean))
 
 
 @dataclass
@@ -95,8 +85,6 @@ class Series:
         self.last: dict[str, float | None] = {}
         """Last value of each column."""
         self.names: set[str] = set()
-        self._first_time: float | None = None
-        self._timed = False
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Add a row of metrics.jsonl to the interval of its step, and double the width of all
@@ -108,7 +96,7 @@ class Series:
         index = row["step"] // self.width
         interval = self.intervals.setdefault(index, Interval())
         interval.step = max(interval.step, row["step"])
-        tokens, seconds = number(row.get("tokens")), self._seconds(row)
+        tokens, seconds = number(row.get("tokens")), number(row.get("seconds"))
         interval.tokens = interval.tokens if tokens is None else tokens
         interval.seconds = interval.seconds if seconds is None else seconds
         for name, value in row.items():
@@ -131,22 +119,6 @@ class Series:
         if name not in self.names and len(self.names) < MOST_COLUMNS and len(name) <= LONGEST:
             self.names.add(name)
         return name in self.names
-
-    def _seconds(self, row: Mapping[str, Any]) -> float | None:
-        """Return the seconds that the run had trained by a row of metrics.jsonl, without the time
-        between its starts. For runs whose rows do not record it, return the wall time since the
-        first row; None where neither is known.
-        """
-        seconds = number(row.get("seconds"))
-        if seconds is not None:
-            self._timed = True
-            return seconds
-        time = number(row.get("time"))
-        if self._timed or time is None:
-            return None
-        # before `seconds` was recorded: wall time, with the stops between starts
-        self._first_time = time if self._first_time is None else self._first_time
-        return time - self._first_time
 
     def _halve(self) -> None:
         """Halve the number of intervals: double their width, joining each two neighbours."""
@@ -189,16 +161,14 @@ def _column(name: str, intervals: list[Interval]) -> dict[str, Any]:
         for i, interval in enumerate(intervals)
         if name in interval.columns
     }
-    counted_spreads = {i: spread for i, spread in spreads.items() if spread.count}
-    column: dict[str, Any] = {
-        "mean": [_round_digits(spread.mean) for spread in counted_spreads.values()]
-    }
+    counted = {i: spread for i, spread in spreads.items() if spread.count}
+    column: dict[str, Any] = {"mean": [_round_digits(one.mean) for one in counted.values()]}
     # indices only where they are needed: most columns have a value in every interval
-    if len(counted_spreads) < len(intervals):
-        column["at"] = list(counted_spreads)
-    if any(spread.count > 1 for spread in counted_spreads.values()):
-        column["low"] = [_round_digits(spread.low) for spread in counted_spreads.values()]
-        column["high"] = [_round_digits(spread.high) for spread in counted_spreads.values()]
+    if len(counted) < len(intervals):
+        column["at"] = list(counted)
+    if any(spread.count > 1 for spread in counted.values()):
+        column["low"] = [_round_digits(one.low) for one in counted.values()]
+        column["high"] = [_round_digits(one.high) for one in counted.values()]
     if gaps := [i for i, spread in spreads.items() if spread.gaps]:
         column["gaps"] = gaps
     return column

@@ -84,18 +84,6 @@ def test_intervals_have_the_numbers_of_their_rows(seed):
         assert found["last"].get(name) == (last if last is not None and last == last else None)
 
 
-def test_without_seconds_a_run_has_those_since_its_first_row():
-    series = Series()
-    for step, time in ((1, 1000.0), (2, 1004.0), (3, None), (4, 1010.5)):
-        series.add({"step": step, "time": time, "loss": 1.0})
-    assert series.as_dict()["seconds"] == [0, 4, 4, 10.5]
-    mixed = Series()
-    mixed.add({"step": 1, "time": 50.0})
-    mixed.add({"step": 2, "time": 60.0, "seconds": 3.0})
-    mixed.add({"step": 3, "time": 70.0})  # from where they are known, nothing else is taken
-    assert mixed.as_dict()["seconds"] == [0, 3, 3]
-
-
 def test_names_of_columns_are_bounded():
     series = Series()
     series.add({"step": 1, "x" * 200: 1.0, "y" * 201: 2.0})
