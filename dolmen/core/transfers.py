@@ -17,6 +17,7 @@ and (n - 1) / n to scatter it; but straight to the rank that adds, so of a node 
 times as many bytes leave it.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,24 @@ def _group(axis: Axis) -> dist.ProcessGroup:
     """Return the process group of an axis, which must have more than one rank."""
     assert axis.group is not None, axis.name
     return axis.group
+
+
+def _crosses_host(x: Tensor, axis: Axis) -> bool:
+    """Return True if x has to cross in host memory: it is on a GPU, and the group is gloo, as where
+    several ranks share a GPU. gloo copies a GPU's tensors in an all-reduce by itself; a message's
+    address it takes for the host's ("Bad address").
+    """
+    return axis.gloo and x.device.type != "cpu"
+
+
+def _start(x: Tensor, axis: Axis, collective: Callable[[Tensor], Tensor]) -> Tensor:
+    """Start `collective` on x, or on a copy in host memory where x has to cross there; the result,
+    on x's device, is then complete.
+    """
+    x = x.contiguous()
+    if not _crosses_host(x, axis):
+        return collective(x)
+    return processes.wait(collective(x.cpu())).to(x.device)
 
 
 def start_all_reduce(
@@ -83,7 +102,7 @@ def start_all_gather(
     returns finishes it.
     """
     with profiling.record_range(axis.name, "all-gather"):
-        return processes.all_gather(x.contiguous(), 0, _group(axis))
+        return _start(x, axis, lambda x: processes.all_gather(x, 0, _group(axis)))
 
 
 def start_reduce_scatter(
@@ -114,7 +133,7 @@ def start_all_to_all(
     to and from all. Finish by `wait`.
     """
     with profiling.record_range(axis.name, "all-to-all"):
-        return processes.all_to_all(x.contiguous(), receive, send, _group(axis))
+        return _start(x, axis, lambda x: processes.all_to_all(x, receive, send, _group(axis)))
 
 
 def wait(x: Shaped[Tensor, "*shape"], axis: Axis) -> Shaped[Tensor, "*shape"]:
@@ -137,6 +156,23 @@ def finish_reduce_scatter(
     return tree_sum(parts) if axis.reduction == "fixed" else parts.sum(0)
 
 
+class HostReceive(NamedTuple):
+    """A message that arrives in host memory, from where `wait` copies it to its tensor."""
+
+    work: dist.Work
+    host: Tensor
+    into: Tensor
+
+    def wait(self) -> None:
+        """Wait until it has arrived, and copy it."""
+        self.work.wait()
+        self.into.copy_(self.host)
+
+    def is_completed(self) -> bool:
+        """Return True if it has arrived in host memory."""
+        return self.work.is_completed()
+
+
 def start_send(x: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:
     """Start sending x to rank `peer` of the axis, which calls `start_receive`. x must not be
     written to before the returned work is done. Messages between two ranks arrive in the order of
@@ -146,15 +182,19 @@ def start_send(x: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:
     CPU waits there for the other rank: see `connect` in parallel/pipeline.py.
     """
     with profiling.record_range("pp", "send"):
+        x = x.cpu() if _crosses_host(x, axis) else x
         return _require_work(dist.isend(x, group=axis.group, group_dst=peer))
 
 
-def start_receive(into: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work:
+def start_receive(into: Shaped[Tensor, "..."], axis: Axis, peer: int) -> dist.Work | HostReceive:
     """Start receiving into the tensor `into` what rank `peer` of the axis sends next to this rank;
     it is there once the returned work is waited for.
     """
     with profiling.record_range("pp", "receive"):
-        return _require_work(dist.irecv(into, group=axis.group, group_src=peer))
+        crosses = _crosses_host(into, axis)
+        host = torch.empty(into.shape, dtype=into.dtype) if crosses else into
+        work = _require_work(dist.irecv(host, group=axis.group, group_src=peer))
+        return HostReceive(work, host, into) if crosses else work
 
 
 def _require_work(work: dist.Work | None) -> dist.Work:
@@ -174,6 +214,8 @@ class Rotation(NamedTuple):
     going: list[Tensor]  # kept alive until they have left
     works: list[dist.Work]
     axis: Axis
+    device: torch.device | None = None
+    """Device of the tensors, if they cross in host memory."""
 
     def wait(self) -> list[Tensor]:
         """Wait until all tensors have arrived and left, and return the received ones, in the order
@@ -182,7 +224,7 @@ class Rotation(NamedTuple):
         with profiling.record_range(self.axis.name, "wait"):
             for work in self.works:
                 work.wait()
-        return self.coming
+        return self.coming if self.device is None else [t.to(self.device) for t in self.coming]
 
 
 def start_rotate(tensors: list[Shaped[Tensor, "..."]], axis: Axis, shift: int = 1) -> Rotation:
@@ -198,7 +240,8 @@ def start_rotate(tensors: list[Shaped[Tensor, "..."]], axis: Axis, shift: int = 
     """
     if axis.size == 1:
         return Rotation(tensors, tensors, [], axis)
-    going = [t.contiguous() for t in tensors]
+    crosses = _crosses_host(tensors[0], axis)
+    going = [t.contiguous().cpu() if crosses else t.contiguous() for t in tensors]
     coming = [torch.empty_like(t) for t in going]
     there, behind = (axis.rank + shift) % axis.size, (axis.rank - shift) % axis.size
     with profiling.record_range(axis.name, "send and receive"):
@@ -206,4 +249,4 @@ def start_rotate(tensors: list[Shaped[Tensor, "..."]], axis: Axis, shift: int = 
             [dist.P2POp(dist.isend, t, group=axis.group, group_peer=there) for t in going]
             + [dist.P2POp(dist.irecv, t, group=axis.group, group_peer=behind) for t in coming]
         )
-    return Rotation(coming, going, works, axis)
+    return Rotation(coming, going, works, axis, tensors[0].device if crosses else None)

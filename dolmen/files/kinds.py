@@ -300,6 +300,8 @@ class GoodputFields(TypedDict):
 
 
 GOODPUT = Kind(GoodputFields, depth=4)
+# milliseconds of attention backends, by shape (training/attention_timing.py)
+ATTENTION_TIMES = Kind(dict[NAME, dict[SHORT_NAME, AboveZero]], size=MIB, depth=2)
 TextFile = tuple[str, Count, int, int]  # path, size, times of modification and change
 
 

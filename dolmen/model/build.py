@@ -29,6 +29,8 @@ from dolmen.model.spec.lora import magnitude_name, scale_name
 from dolmen.model.split import split_model
 from dolmen.model.training import Training
 from dolmen.ops import int8
+from dolmen.ops.attention.operators import activate_attention
+from dolmen.ops.attention_support import AttentionChoice
 from dolmen.ops.kernels import Hardware, Kernels, choose
 from dolmen.parallel import data, quantized_product
 from dolmen.parallel.inference_linear import Weights
@@ -110,9 +112,13 @@ def place(
     mesh's device); with that of an H100 a CPU takes the code path of one. Raises ValueError where
     the layout does not divide the model.
     """
+    is_local = hardware is None  # else the kernels are those of another machine (a dry run)
     hardware = hardware or Hardware.from_device(mesh.device)
-    kernels = choose_kernels(training.apply_to(spec), mesh, compute or dtype, hardware)
+    trained = training.apply_to(spec)
+    kernels = choose_kernels(trained, mesh, compute or dtype, hardware, training.attention)
     kernels = replace(kernels, exact=training.exact)
+    if is_local:
+        activate_attention(kernels.attention)
     parts = split_model(mesh, spec.layers, layout or Layout(), schedule, kernels, stages)
     # a 70B model costs no memory here, and its checks cost seconds
     with torch.device("meta"):
@@ -149,20 +155,37 @@ def place(
 
 
 def choose_kernels(
-    spec: ModelSpec, mesh: Mesh, compute: torch.dtype, hardware: Hardware
+    spec: ModelSpec,
+    mesh: Mesh,
+    compute: torch.dtype,
+    hardware: Hardware,
+    attention: AttentionChoice = AttentionChoice(),
 ) -> Kernels:
     """Return the kernels that a rank of `mesh` uses on `hardware`, for products in dtype `compute`:
-    chosen by head sizes, expert widths, attention kinds and fp8.
+    chosen by head sizes, expert widths, attention kinds, fp8 and torch's deterministic mode.
+    `attention`: the attention backend, or auto. Raises ValueError for one that does not fit.
     """
     # a set: equal layers have equal specs
     experts = {param for param in spec.params.values() if param.stacked}
     widths = {width for param in experts for width in param.local_shape({"tp": mesh.tp.size})[1:]}
-    # flash kernels have an upper bound on the head size
-    longest = max(size for b in spec.blocks for size in b.mixer.head_sizes)
-    attends = block.attention_kinds(spec)
     # rounded experts are multiplied one after the other: grouped_mm takes bf16 alone
     one_by_one = spec.fp8 is not None or any(param.int8 for param in experts)
-    return choose(hardware, compute, longest, sorted(widths), attends, spec.fp8, one_by_one)
+    return choose(
+        hardware,
+        compute,
+        longest_head(spec),
+        sorted(widths),
+        block.attention_kinds(spec),
+        spec.fp8,
+        one_by_one,
+        attention,
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def longest_head(spec: ModelSpec) -> int:
+    """Return the largest size of a head, of which attention kernels have a bound."""
+    return max(size for b in spec.blocks for size in b.mixer.head_sizes)
 
 
 def initialize(model: Decoder, seed: int, loaded: Collection[str] = ()) -> None:

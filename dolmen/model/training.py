@@ -7,6 +7,7 @@ from typing import Literal
 
 from dolmen.core.config import NonNegative, config
 from dolmen.model.spec import LayerRun, LoraSpec, ModelSpec
+from dolmen.ops.attention_support import AttentionChoice
 from dolmen.ops.numerics import Exact, Fp8
 
 
@@ -41,6 +42,8 @@ class Training:
     """How products of matrices are rounded; None: they are not."""
     exact: Exact | None = None
     """Leaves of all sums, for the same bits at every layout; None: sums as they are fastest."""
+    attention: AttentionChoice = AttentionChoice()
+    """The attention backend, or auto."""
 
     def apply_to(self, spec: ModelSpec) -> ModelSpec:
         """Return a copy of `spec` as it is trained: with LoRA adapters, fp8 rounding, and, if

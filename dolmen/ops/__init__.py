@@ -1,6 +1,7 @@
 """Mathematics on local tensors, without torch.distributed.
 
 kernels.py       which kernels a model computes with, chosen once at build
+attention_support.py  what each attention backend computes, as a table
 attention/       attention: its interface, our blocks, FlashAttention and cuDNN, decoding
 rope.py          position ids and rotary embeddings
 norm.py          RMSNorm with its backward

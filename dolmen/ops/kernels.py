@@ -11,6 +11,14 @@ import torch
 
 from dolmen.core.torch_private.compute import has_amx
 from dolmen.ops.attention import Attend
+from dolmen.ops.attention_support import (
+    AttentionChoice,
+    AttentionName,
+    AttentionNeeds,
+    Feature,
+    choose_attention,
+    find_lack,
+)
 from dolmen.ops.numerics import Exact, Fp8
 
 HALF = (torch.float16, torch.bfloat16)
@@ -61,13 +69,14 @@ class Kernels:
     right everywhere.
     """
 
-    attention: Literal["blocks", "flash", "cudnn"] = "blocks"
+    attention: AttentionName = "blocks"
     """blocks: our own, in blocks of queries, on any device and in any dtype. flash: torch's
-    FlashAttention operators. cudnn: cuDNN's for whole sequences, flash for documents and windows.
-    All take memory in proportion to queries + keys.
+    FlashAttention operators. flash3: these, computed by FlashAttention-3. cudnn: cuDNN's for whole
+    sequences, flash for documents and windows. All take memory in proportion to queries + keys;
+    attention_support.py has what each computes.
     """
-    without: str = ""
-    """Attention features of the model, in words, that flash, which would be chosen, lacks."""
+    attention_reason: str = ""
+    """Why: what flash lacks where a GPU has blocks, or the times of a timed choice."""
     grouped: Literal["loop", "grouped_mm"] = "loop"
     """The products of experts. loop: one per expert, whose rows the host counts. grouped_mm: one
     kernel for all, whose offsets stay on the device.
@@ -110,10 +119,10 @@ class Kernels:
         """Return the kernels in words for the run's header: `attention by flash, norms by one
         kernel, ...`. `experts`: include how experts' products are computed.
         """
-        lacking = f" (flash has no {self.without})" if self.without else ""
+        reason = f" ({self.attention_reason})" if self.attention_reason else ""
         grouped = f"experts by {self.grouped}, " if experts else ""
         return (
-            f"attention by {self.attention}{lacking}, {grouped}"
+            f"attention by {self.attention}{reason}, {grouped}"
             f"norms {NORMS[self.norm]}, {self.logits_at_once >> 20} Mi logits at once, "
             f"squares {SQUARES[self.squares]}"
             + (f", all sums exact for tp up to {self.exact.tp}" if self.exact else "")
@@ -128,24 +137,26 @@ def choose(
     attends: Iterable[Attend] = (),
     fp8: Fp8 | None = None,
     one_by_one: bool = False,
+    attention: AttentionChoice = AttentionChoice(),
+    deterministic: bool = False,
 ) -> Kernels:
     """Return the kernels of a model that computes in `dtype`. `head_dim`: the longest head, of
     queries or values. `widths`: rows and columns of a rank's expert matrices; none without experts.
     `attends`: each layer's attention; empty if all are plain causal. `fp8`: how products are
     rounded. `one_by_one`: experts are multiplied one at a time, as 8-bit products need.
+    `attention`: the backend, or auto. `deterministic`: gradients have the same bits every time.
+    Raises ValueError for an attention backend that does not compute this.
     """
+    needs = attention_needs(hardware, dtype, head_dim, attends, deterministic)
+    backend = choose_attention(needs, attention.backend)
     # a CPU's defaults; only AMX changes one of them
     if hardware.kind == "cpu":
         return Kernels(turned=hardware.tiles and dtype == torch.bfloat16)
     widths = tuple(widths)
-    # flash first: cuDNN is an alternative only where flash's operators apply too
-    flash = _flash(hardware, dtype, head_dim)
-    fused = "cudnn" if _cudnn(hardware, head_dim) else "flash"
-    without = " and no ".join(_beyond_flash(tuple(attends))) if flash else ""
     return Kernels(
-        # one layer that flash lacks a feature for sends all layers to blocks
-        attention=fused if flash and not without else "blocks",
-        without=without,
+        # one layer with a feature that a backend lacks sends all layers to blocks
+        attention=backend,
+        attention_reason=_attention_reason(backend, needs, attention),
         grouped="grouped_mm"
         if widths and not one_by_one and _grouped_mm(hardware, dtype, widths)
         else "loop",
@@ -158,37 +169,44 @@ def choose(
     )
 
 
-def _flash(hardware: Hardware, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return True if torch's FlashAttention-2 supports this: half precision, Ampere or later, heads
-    of whole 16 bytes up to 256; up to 192 on 8.6 to 8.9 and 12.x, whose shared memory its backward
-    exceeds above.
+def attention_needs(
+    hardware: Hardware,
+    dtype: torch.dtype,
+    head_dim: int,
+    attends: Iterable[Attend] = (),
+    deterministic: bool = False,
+) -> AttentionNeeds:
+    """Return what a model with heads of up to `head_dim` and the layers `attends` asks of an
+    attention backend.
     """
-    # consumer and inference cards: 100 KiB of shared memory, not 164 and more
-    small = (8, 6) <= hardware.capability <= (8, 9) or hardware.capability >= (12, 0)
-    return (
-        hardware.capability >= (8, 0)
-        and dtype in HALF
-        # 8 half-precision numbers are 16 bytes, the width of one load
-        and head_dim % 8 == 0
-        and head_dim <= (192 if small else 256)
-    )
-
-
-def _cudnn(hardware: Hardware, head_dim: int) -> bool:
-    """Return True if cuDNN's attention is the faster one where `_flash` holds: data-centre Hopper
-    and Blackwell, heads of up to 128, for which it has a backward.
-    """
-    return hardware.capability[0] in (9, 10) and head_dim <= 128
-
-
-def _beyond_flash(attends: tuple[Attend, ...]) -> list[str]:
-    """Return the features of these layers, in words, that torch's FlashAttention operators lack."""
-    features = {
+    attends = tuple(attends)
+    features: dict[Feature, bool] = {
+        "window": any(attend.window is not None for attend in attends),
         "soft cap": any(attend.soft_cap is not None for attend in attends),
         "ALiBi": any(attend.slopes is not None for attend in attends),
         "prefix mask": any(attend.mask == "prefix" for attend in attends),
     }
-    return [words for words, used in features.items() if used]
+    return AttentionNeeds(
+        hardware.name,
+        hardware.capability if hardware.kind == "cuda" else None,
+        str(dtype).removeprefix("torch."),
+        head_dim,
+        tuple(name for name, used in features.items() if used),
+        deterministic,
+    )
+
+
+def _attention_reason(
+    backend: AttentionName, needs: AttentionNeeds, choice: AttentionChoice
+) -> str:
+    """Return why a GPU has this backend: the times of a timed choice, by option, or what flash
+    lacks where blocks are taken; "" where the rule takes the first that could be.
+    """
+    if choice.times:
+        return "timed: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in choice.times)
+    if choice.backend != "auto":
+        return "train.attention"
+    return f"flash {find_lack('flash', needs)}" if backend == "blocks" else ""
 
 
 def _scaled_mm(hardware: Hardware, dtype: torch.dtype, fp8: Fp8) -> bool:

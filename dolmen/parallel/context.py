@@ -39,6 +39,7 @@ from dolmen.ops import attention as ops
 from dolmen.ops.attention import Attend, AttentionBackend, Documents, dropout
 from dolmen.ops.attention.score_bias import join_sinks, sink_gradient
 from dolmen.ops.attention.spec import Attended, Keys, LogSum, Place, Queries, Values
+from dolmen.ops.attention_support import AttentionName
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class ContextParallel:
 
     axis: Axis
     kind: Literal["ring", "gather"] = "ring"
-    kernel: Literal["blocks", "flash", "cudnn"] = "blocks"
+    kernel: AttentionName = "blocks"
     """Attention backend: see ops/kernels.py."""
 
     @property
@@ -88,7 +89,7 @@ class ContextParallel:
 
     def documents(self, full: Documents) -> Documents:
         """Return the documents `full` of whole sequences for this rank's tokens, with the runs that
-        flash and cudnn kernels need, one per chunk; without runs for the kernel `blocks`.
+        all kernels but blocks need, one per chunk; without runs for the kernel `blocks`.
         """
         here = full.map_tensors(lambda t: self.split(t, 1))
         if self.kernel == "blocks":

@@ -143,7 +143,9 @@ class Channels:
             for sender, receiver in routes(schedule)
             if receiver == me
         }
-        self.posted: dict[StageMessage, tuple[dist.Work | None, Tensor]] = {}
+        self.posted: dict[
+            StageMessage, tuple[dist.Work | transfers.HostReceive | None, Tensor]
+        ] = {}
         self.going: dict[StageMessage, tuple[dist.Work, Tensor]] = {}
         """In the order of sending: a tensor under way is held here."""
         self.settled = {

@@ -11,6 +11,7 @@ Processes
     ray_train.py      a run as a job of Ray Train
     start.py          first start, restart, resume, agreed by all ranks
     initialize.py     the state at step 0
+    attention_timing.py  the attention backend of a run on a GPU, by time
     self_test.py      whether this machine computes exact numerics
     replay.py         repeat a step, and compare its bits with the receipt
     receipt.py        receipts.jsonl: a chained hash of each step of exact numerics

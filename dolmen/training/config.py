@@ -29,6 +29,7 @@ from dolmen.model.layout import Layout
 from dolmen.model.spec import ModelSpec
 from dolmen.model.training import RouterTraining, Training
 from dolmen.objectives.config import ObjectiveConfig
+from dolmen.ops.attention_support import AttentionChoice, AttentionOption
 from dolmen.ops.numerics import DELAYED, Exact, ExactConfig, Fp8, Fp8Config, Precision
 from dolmen.optim.config import OptimizerConfig
 from dolmen.rl.config import CriticConfig, PPOConfig, RolloutConfig
@@ -129,6 +130,11 @@ class TrainConfig:
     new_rows: NewRowsConfig = NewRowsConfig()
     compile: bool = False
     """Compile each block with torch.compile (needs a C++ compiler on CPU)."""
+    attention: AttentionOption = "auto"
+    """Attention backend. auto: on a GPU the fastest for the run's shape, timed once and remembered
+    in --data.cache; with --train.deterministic by rule. flash3 needs a Hopper GPU and the package
+    flash_attn_interface (docs/performance.md has what each computes).
+    """
     deterministic: bool = False
     """Use only deterministic algorithms on a GPU, so that a resumed run has the same bits; slower.
     On a CPU results are always deterministic.
@@ -152,7 +158,9 @@ class TrainConfig:
     def training(self) -> Training:
         """Training options of this section that act inside the model: dropout, router, fp8."""
         fp8 = None if self.precision is None else Fp8(self.precision, self.fp8)
-        return Training(self.dropout, self.router, fp8=fp8)
+        return Training(
+            self.dropout, self.router, fp8=fp8, attention=AttentionChoice(self.attention)
+        )
 
     def __post_init__(self):
         """Raise ValueError for options of fp8 that the chosen `precision` does not use."""

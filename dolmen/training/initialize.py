@@ -18,6 +18,8 @@ from dolmen.objectives.on_policy import (
 )
 from dolmen.objectives.preference import DPO, KTO, ReferenceFreePreference
 from dolmen.objectives.reward import PairwiseRewardLoss
+from dolmen.ops.attention_support import AttentionChoice
+from dolmen.ops.kernels import Hardware
 from dolmen.optim import optimizer as optim
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import DTYPES, LossScale, master_dtype
@@ -26,6 +28,7 @@ from dolmen.parallel.schedule import Schedule
 from dolmen.rl.generation import GenerationModel
 from dolmen.rl.prompts import PromptLoader
 from dolmen.rl.targets import KLController
+from dolmen.training.attention_timing import choose_run_attention
 from dolmen.training.config import RunConfig, TrainConfig
 from dolmen.training.resolve import ResolvedRun
 from dolmen.training.self_test import check_machine
@@ -46,7 +49,8 @@ def make_state(resolved: ResolvedRun, mesh: Mesh, steps: int) -> TrainState:
             *(run.spec, run.training.exact, run.microbatch_size, mesh, DTYPES[run.train.dtype]),
             generates=run.objective.name == "grpo",
         )
-    model = build_model(run, run.spec, schedule, mesh)
+    attention = choose_run_attention(run, mesh, Hardware.from_device(mesh.device))
+    model = build_model(run, run.spec, schedule, mesh, attention)
     load_initial(model, resolved.weights, run.train)
     if resolved.weights is not None:
         _load_scales(model, resolved.weights)
@@ -62,7 +66,8 @@ def make_critic(resolved: ResolvedRun, policy: TrainState, mesh: Mesh) -> Critic
     initial model), its own optimizer, and the controller of the KL coefficient.
     """
     run = resolved.config
-    model = build_model(run, replace(run.spec, head=ScalarHeadSpec()), policy.schedule, mesh)
+    spec, kernels = replace(run.spec, head=ScalarHeadSpec()), policy.model.split.kernels
+    model = build_model(run, spec, policy.schedule, mesh, AttentionChoice(kernels.attention))
     load_initial(model, resolved.critic, run.train)
     lr = run.optimizer.lr if run.critic.lr is None else run.critic.lr
     state = initial_state(
@@ -93,16 +98,19 @@ def make_pretraining(run: RunConfig, loader: Loader, mesh: Mesh) -> PretrainingL
     return PretrainingLoss(run.ppo.pretraining_coef, batch)
 
 
-def build_model(run: RunConfig, spec: ModelSpec, schedule: Schedule, mesh: Mesh) -> Decoder:
+def build_model(
+    run: RunConfig, spec: ModelSpec, schedule: Schedule, mesh: Mesh, attention: AttentionChoice
+) -> Decoder:
     """Return a model of `spec`, sharded over `mesh` and set up as the run trains it (adapters,
-    dropout, fp8, compilation, dtypes). The values of its parameters are not initialized.
+    dropout, fp8, compilation, dtypes) with the attention backend `attention`. The values of its
+    parameters are not initialized.
     """
     return build.build(
         spec,
         mesh,
         run.layout,
         schedule,
-        training=run.training,
+        training=replace(run.training, attention=attention),
         dtype=master_dtype(run.train.dtype),
         compute=DTYPES[run.train.dtype],
         compile=run.train.compile,

@@ -171,7 +171,7 @@ AFTER = f"""
     optimizer.muon.dtype train.steps train.tokens train.epochs train.seed train.dtype
     train.precision train.numerics train.sequence-length train.global-batch-size
     train.microbatch-size
-    train.device train.dropout train.compile train.no-compile train.deterministic
+    train.device train.dropout train.compile train.no-compile train.attention train.deterministic
     train.no-deterministic train.spike train.spike-factor train.max-skipped-steps train.hang-seconds
     train.fp8.format train.fp8.unrounded train.fp8.first-layers train.fp8.last-layers
     train.fp8.amax-history train.fp8.amax-compute train.fp8.margin train.fp8.scale-interval

@@ -533,6 +533,9 @@ SUBJECTS = {
     "rows.jsonl": Subject(writes("rows.jsonl", TEXTS), read_texts, same_texts),
     "summary.json": json_subject("summary.json", kinds.SUMMARY, SUMMARY),
     "goodput.json": json_subject("goodput.json", kinds.GOODPUT, GOODPUT),
+    "attention.json of the cache": json_subject(
+        "attention.json", kinds.ATTENTION_TIMES, {"NVIDIA H200: 1 x 4096": {"flash": 1.5}}
+    ),
     "index.json of the cache": cached("index.json"),
     "tokens.bin of the cache": cached("tokens.bin"),
     "corpus.idx": Subject(make_indexed, read_indexed, same_indexed),

@@ -60,14 +60,6 @@ def test_cudnn_computes_whole_sequences_alone(kernel):
         assert ("cudnn" in kernel) == some, (name, road, kernel)
 
 
-def test_a_repeatable_backward_is_flash_attentions(monkeypatch):
-    """cuDNN's adds up in any order; log_sum is the same of both, so forward stays cuDNN's."""
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    monkeypatch.setattr(operators.compute, "cudnn_backward", None)
-    found = reference.errors("cudnn", CASES["grouped"], torch.float64, HERE)
-    assert all(error <= 1e-13 for error in found.values()), found
-
-
 @pytest.mark.parametrize(
     "bounds, queries, keys, fits",
     [

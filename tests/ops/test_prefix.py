@@ -207,7 +207,8 @@ def test_flash_has_no_prefix_mask():
     model = build(CONFIG, SINGLE, dtype=torch.bfloat16, hardware=H100)
     assert "attention by blocks (flash has no prefix mask)" in model.split.kernels.describe(False)
     causal = with_mixer_fields(CONFIG, mask="causal")
-    assert build(causal, SINGLE, dtype=torch.bfloat16, hardware=H100).split.kernels.without == ""
+    kernels = build(causal, SINGLE, dtype=torch.bfloat16, hardware=H100).split.kernels
+    assert kernels.attention_reason == ""
     with pytest.raises(ValueError, match="the model has no prefix mask"):
         decoder(causal)(text(), compute_logits, documents=prefix(5))
     with pytest.raises(ValueError, match="ALiBi with a prefix mask"):

@@ -1,7 +1,5 @@
-"""Two ranks that share the one GPU: NCCL refuses that, gloo takes tensors of a GPU for some of its
-collectives. Each layout whose collectives gloo has is compared with one rank. Left out are those
-that failed on an H200 (torch 2.11): pp 2, as a send of a GPU's tensor ends in "Bad address", and
-tp 2 with sequence parallelism, whose exchange never returns.
+"""Two ranks that share the one GPU: NCCL refuses that, gloo takes tensors of a GPU for all-reduces,
+and the rest crosses in host memory (core/transfers.py). Each layout is compared with one rank.
 """
 
 import json
@@ -27,6 +25,8 @@ from dolmen.training.step import optimizer_step
 
 LAYOUTS = {
     "tp 2": Layout(tp=2, dp=1),
+    "tp 2, sequence parallel": Layout(tp=2, dp=1, sequence_parallel=True),
+    "pp 2": Layout(pp=2, dp=1),
     "cp 2, ring": Layout(cp=2, dp=1),
     "cp 2, gather": Layout(cp=2, dp=1, context="gather"),
     "dp 2, ZeRO 1": Layout(dp=2),

@@ -24,9 +24,11 @@ from dolmen.ops.attention.spec import (
     run,
     visible,
 )
+from dolmen.ops.attention_support import AttentionName
 
-BACKENDS: dict[str, AttentionBackend] = {
+BACKENDS: dict[AttentionName, AttentionBackend] = {
     "blocks": blockwise,
     "flash": flash,
+    "flash3": flash,  # the same operators, once `operators.activate_attention` has replaced them
     "cudnn": flash.Cudnn(),
 }

@@ -13,24 +13,65 @@ key, so keys before a chunk's queries are just more keys.
 cuDNN's operators take whole tensors without a window, causal only where there are as many queries
 as keys, and heads of up to 128. Where a `Call` admits them and fits, they compute it: forward and
 backward of 32 heads and 4,096 tokens in bf16 take 1.07 ms on an H200, where FlashAttention-2 takes
-1.91. Both keep the same log_sum, so that either's backward may follow the other's forward: where
-deterministic algorithms are enabled, backward is FlashAttention-2's, as cuDNN's adds up in any
-order.
+1.91. Both keep the same log_sum, so that either's backward may follow the other's forward.
+
+FlashAttention-3 has no operators of its own: torch registers it in place of FlashAttention-2's, for
+the whole process (`activate_attention`). It keeps the same log_sum too.
 """
 
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import attention
 
 from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.torch_private import compute
 from dolmen.ops.attention.score_bias import join_sinks, sink_gradient
 from dolmen.ops.attention.spec import Run
+from dolmen.ops.attention_support import AttentionName
 
 CAUSAL, ALL = (-1, 0), (-1, -1)
+FLASH3 = "FA3"
+"""torch's name of FlashAttention-3."""
+
+
+def activate_attention(backend: AttentionName) -> None:
+    """Prepare this process for an attention backend: for flash3, register FlashAttention-3 in place
+    of FlashAttention-2 in torch's operators, for all models of the process; nothing for any other.
+    Raises ValueError where torch cannot, as its module is missing.
+    """
+    if backend != "flash3" or attention.current_flash_attention_impl() == FLASH3:
+        return
+    try:
+        attention.activate_flash_attention_impl(FLASH3)
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(
+            f"train.attention {backend}: torch cannot activate FlashAttention-3 ({error}): install "
+            "a build of it that has the module flash_attn_interface, or use --train.attention auto"
+        ) from None
+
+
+def is_installed(backend: AttentionName) -> bool:
+    """Return whether the Python module that the backend needs is found: flash3 needs one."""
+    return backend != "flash3" or importlib.util.find_spec("flash_attn_interface") is not None
+
+
+@contextmanager
+def attention_activated(backend: AttentionName) -> Iterator[None]:
+    """Context manager: `activate_attention`, undone at the end. Raises as it does."""
+    before = attention.current_flash_attention_impl()
+    activate_attention(backend)
+    try:
+        yield
+    finally:
+        if attention.current_flash_attention_impl() != before:
+            attention.restore_flash_attention_impl()
 
 
 class FlashCall(NamedTuple):
@@ -126,13 +167,10 @@ def backward(
     Float[Tensor, "*keys kv_heads size"],
 ]:
     """Return dq, dk, dv for these keys, from the output's gradient g, and the output and log_sum
-    (as the kernel lays it out) of attention over all keys; by cuDNN where the call fits and
-    deterministic algorithms are off, else by FlashAttention-2. The kernel reads the random state
-    (two numbers) even though nothing is dropped.
+    (as the kernel lays it out) of attention over all keys; by cuDNN where the call fits, else by
+    FlashAttention. The kernel reads the random state (two numbers) even though nothing is dropped.
     """
-    # cuDNN's backward adds up in any order
-    repeatable = torch.are_deterministic_algorithms_enabled()
-    if call.fits_cudnn(q.shape[1], k.shape[1]) and not repeatable:
+    if call.fits_cudnn(q.shape[1], k.shape[1]):
         return _cudnn_backward(g, q, k, v, out, log_sum, call)
     return compute.flash_backward(
         g,

@@ -15,6 +15,7 @@ from torch import Tensor
 from dolmen.ops.attention import BACKENDS, Attend, spec
 from dolmen.ops.attention.score_bias import alibi_slopes
 from dolmen.ops.attention.spec import Attended, Keys, Place, Queries, Values
+from dolmen.ops.attention_support import SUPPORT, AttentionName
 
 
 def definition(q: Queries, k: Keys, v: Values, attend: Attend = Attend()) -> Attended:
@@ -171,7 +172,7 @@ SCORES = {
         attend=Attend(100, scale=0.3, soft_cap=2.0, slopes=alibi_slopes(12), first_head=6),
     ),
 }
-KNOWN = {"blocks": CASES | SCORES, "flash": CASES, "cudnn": CASES}
+KNOWN = dict.fromkeys(SUPPORT, CASES) | {"blocks": CASES | SCORES}
 """Cases that each backend supports."""
 
 
@@ -196,7 +197,9 @@ def reference_gradients(case: Case, dtype: torch.dtype, device: torch.device) ->
     return gradients(lambda q, k, v: definition(q, k, v, attend), q, k, v, g)
 
 
-def run_whole(backend: str, case: Case, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def run_whole(
+    backend: AttentionName, case: Case, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
     """Return out, dq, dk, dv of a backend's `attention`, called once on the whole sequences of a
     case.
     """
@@ -205,7 +208,7 @@ def run_whole(backend: str, case: Case, dtype: torch.dtype, device: torch.device
 
 
 def run_gathered(
-    backend: str, case: Case, dtype: torch.dtype, device: torch.device, chunks: int = 8
+    backend: AttentionName, case: Case, dtype: torch.dtype, device: torch.device, chunks: int = 8
 ) -> list[Tensor]:
     """Return out, dq, dk, dv of a backend called once per chunk of queries, as context parallelism
     with gathered keys does: against all keys up to the chunk's end, or all keys where there are
@@ -230,7 +233,7 @@ def run_gathered(
 
 
 def run_ring(
-    backend: str, case: Case, dtype: torch.dtype, device: torch.device, chunks: int = 8
+    backend: AttentionName, case: Case, dtype: torch.dtype, device: torch.device, chunks: int = 8
 ) -> list[Tensor]:
     """Return out, dq, dk, dv of a backend called once per pair of query chunk and key chunk, as
     ring attention does, merged by their log-sums.
@@ -260,7 +263,11 @@ ROADS = {"whole": run_whole, "gathered": run_gathered, "ring": run_ring}
 
 
 def errors(
-    backend: str, case: Case, dtype: torch.dtype, device: torch.device, road: str = "whole"
+    backend: AttentionName,
+    case: Case,
+    dtype: torch.dtype,
+    device: torch.device,
+    road: str = "whole",
 ) -> dict[str, float]:
     """Return the relative error (norm of the difference from the definition over the definition's
     norm) of a backend's out, dq, dk and dv on a case; NaN where anything is. `road`: whole,
