@@ -28,12 +28,20 @@ from dolmen.model.block import attention_kinds
 from dolmen.model.build import longest_head
 from dolmen.model.spec import AttentionSpec, ModelSpec
 from dolmen.ops.attention import Attend, Documents
-from dolmen.ops.attention.operators import attention_activated, is_installed
-from dolmen.ops.attention_support import TIMED, AttentionChoice, AttentionName, find_lack
+from dolmen.ops.attention.operators import activate_attention, attention_activated, is_installed
+from dolmen.ops.attention_support import (
+    TIMED,
+    AttentionChoice,
+    AttentionName,
+    AttentionNeeds,
+    choose_attention,
+    find_lack,
+)
 from dolmen.ops.kernels import Hardware, attention_needs
 from dolmen.optim.optimizer import DTYPES
 from dolmen.parallel.context import ContextParallel
 from dolmen.training.config import RunConfig
+from dolmen.training.folder import Unusable
 from dolmen.training.start import on_first_rank
 
 FILE = "attention.json"
@@ -74,8 +82,14 @@ def choose_run_attention(
     """Return the attention backend of a run, the same on every rank: --train.attention; for auto
     the fastest of `find_candidates`, if they are several, from remembered times or those that
     `measure` returns on the first rank. It stays auto, which the rule decides, on a CPU, with
-    --train.deterministic, and with dropout, which no backend computes. Collective.
+    --train.deterministic, and with dropout, which no backend computes. Collective. Raises Unusable
+    for a backend that does not compute what the run needs, or is not installed.
     """
+    try:
+        choose_attention(_needs(run, hardware), run.train.attention)
+        activate_attention(run.train.attention)
+    except ValueError as error:
+        raise Unusable(str(error)) from None
     by_rule = run.train.deterministic or run.train.dropout or hardware.kind == "cpu"
     if run.train.attention != "auto" or by_rule:
         return AttentionChoice(run.train.attention)
@@ -112,9 +126,19 @@ def find_candidates(run: RunConfig, hardware: Hardware) -> list[AttentionName]:
     """Return the backends that are timed for a run: those of TIMED that compute its attention and
     are installed.
     """
-    dtype, spec = DTYPES[run.train.dtype], run.spec
-    needs = attention_needs(hardware, dtype, longest_head(spec), attention_kinds(spec))
+    needs = _needs(run, hardware)
     return [name for name in TIMED if not find_lack(name, needs) and is_installed(name)]
+
+
+def _needs(run: RunConfig, hardware: Hardware) -> AttentionNeeds:
+    """Return what a run asks of an attention backend on `hardware`."""
+    return attention_needs(
+        hardware,
+        DTYPES[run.train.dtype],
+        longest_head(run.spec),
+        attention_kinds(run.spec),
+        run.train.deterministic,
+    )
 
 
 def shape_key(run: RunConfig, mesh: Mesh, hardware: Hardware) -> str:

@@ -130,7 +130,9 @@ WRITTEN = tuple(n for n, form in FORMS.items() if form.list_kind != "not" and n 
 
 
 class Unusable(ValueError):
-    """The run's folder cannot be used as requested; the message gives the reason."""
+    """The run's folder, or its device, cannot be used as requested; the message gives the
+    reason.
+    """
 
 
 def claim(out: Path, *names: str) -> None:

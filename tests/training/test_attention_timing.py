@@ -21,6 +21,7 @@ from dolmen.ops.kernels import CPU, H100, Hardware
 from dolmen.training import attention_timing
 from dolmen.training.attention_timing import FILE, choose_run_attention, time_call
 from dolmen.training.config import RunConfig, TrainConfig
+from dolmen.training.folder import Unusable
 
 A100 = Hardware("cuda", (8, 0), "NVIDIA A100-SXM4-80GB")
 MILLISECONDS = {"cudnn": 2.0, "flash": 3.0, "flash3": 1.0}
@@ -116,7 +117,7 @@ def test_a_damaged_memory_is_replaced(tmp_path, installed):
         ({"deterministic": True}, H100, "auto"),
         ({"dropout": 0.1}, H100, "auto"),
         ({"attention": "flash"}, H100, "flash"),
-        ({"attention": "flash3", "deterministic": True}, H100, "flash3"),
+        ({"attention": "cudnn", "dropout": 0.1}, H100, "cudnn"),
     ],
     ids=str,
 )
@@ -129,6 +130,25 @@ def test_what_is_not_timed(changes, hardware, backend, tmp_path, installed):
     watch = Stopwatch()
     assert choose_run_attention(run, SINGLE, hardware, watch) == AttentionChoice(backend)
     assert not watch.measured and not (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    "changes, hardware, reason",
+    [
+        ({"attention": "flash3"}, H100, "No module named 'flash_attn_interface'"),
+        ({"attention": "flash3"}, A100, "needs a GPU of compute capability 9.x"),
+        ({"attention": "flash"}, CPU, "8.x or later (CPU)"),
+        ({"attention": "cudnn", "deterministic": True}, H100, "has no deterministic backward"),
+    ],
+    ids=str,
+)
+def test_a_named_backend_that_cannot_is_refused_before_a_model_is_built(
+    changes, hardware, reason, tmp_path
+):
+    """As what a rank finds unusable: one line, and exit code 2 (training/worker.py)."""
+    with pytest.raises(Unusable, match=f"^train.attention {changes['attention']}: ") as raised:
+        choose_run_attention(run_of(tmp_path, **changes), SINGLE, hardware, Stopwatch())
+    assert reason in str(raised.value) and str(raised.value).endswith("--train.attention auto")
 
 
 def test_a_backend_that_does_not_load_is_left_out(tmp_path, installed):

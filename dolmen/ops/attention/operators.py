@@ -34,14 +34,14 @@ from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.torch_private import compute
 from dolmen.ops.attention.score_bias import join_sinks, sink_gradient
 from dolmen.ops.attention.spec import Run
-from dolmen.ops.attention_support import AttentionName
+from dolmen.ops.attention_support import AttentionName, AttentionOption
 
 CAUSAL, ALL = (-1, 0), (-1, -1)
 FLASH3 = "FA3"
 """torch's name of FlashAttention-3."""
 
 
-def activate_attention(backend: AttentionName) -> None:
+def activate_attention(backend: AttentionOption) -> None:
     """Prepare this process for an attention backend: for flash3, register FlashAttention-3 in place
     of FlashAttention-2 in torch's operators, for all models of the process; nothing for any other.
     Raises ValueError where torch cannot, as its module is missing.
