@@ -120,10 +120,6 @@ class Decoder(nn.Module):
         self._add_head()
         self.compiled = False
         self.compute: torch.dtype | None = None  # None: in the dtype of the parameters
-        self.tied_weights: list[Tensor] = []
-        """With exact numerics, of each forward of a tied head, the weight it has multiplied by: its
-        gradients are added by a tree of their own, as those of an untied head are.
-        """
         self.packed_only: Weights | None = None  # format of packed weights that were freed
 
     def _add_embedding(self) -> None:
@@ -436,8 +432,8 @@ class Decoder(nn.Module):
         """Return `end` (a head function) of the normed output of the last block and the model's
         head; the normed hidden vectors if `end` is None. Called inside forward, because ZeRO frees
         the head's gathered weight after it. `batch`: number of sequences. With exact numerics and
-        gradients, a tied head multiplies by a detached view of the embedding, which is appended to
-        `tied_weights`.
+        gradients, a tied head multiplies by a copy of the embedding, whose gradients are added by a
+        tree of their own, as those of an untied head are.
         """
         hidden = x if self.final_norm is None else self.final_norm(x)
         if self.project_out is not None:
@@ -450,9 +446,7 @@ class Decoder(nn.Module):
         bias = None if self.head is None else self.head.bias
         weight = local(table.weight)
         if self.spec.head.tied and self.split.kernels.exact and torch.is_grad_enabled():
-            weight = weight.detach().requires_grad_(weight.requires_grad)
-            weight.grad_dtype = torch.float32
-            self.tied_weights.append(weight)
+            weight = self.tp.copy_weight("head.weight", weight)
         head = HEADS[type(self.spec.head)](
             self.spec,
             self.split,

@@ -51,7 +51,6 @@ from dolmen.model.component import (
 from dolmen.model.layers import ColumnParallelLinear, ParameterModule, RowParallelLinear, fuse
 from dolmen.model.spec import ParamSpecs, select_prefix
 from dolmen.model.spec.layers import Activation
-from dolmen.model.split import ModelSplit
 from dolmen.ops import invariant, moe
 from dolmen.ops.elementwise import ACTIVATIONS, clamped_swiglu
 from dolmen.parallel import expert, tensor
@@ -161,11 +160,13 @@ class Experts(nn.Module):
     P@tp. Weights are stacked, [experts, out, in], and biases [experts, out].
     """
 
-    def __init__(self, experts: spec.MoESpec, params: ParamSpecs, split: ModelSplit):
+    def __init__(self, experts: spec.MoESpec, params: ParamSpecs, setting: ModuleContext):
         """Register the stacked weights of this rank's experts (a contiguous range of them over ep,
         their width split over tp).
         """
         super().__init__()
+        split = setting.split
+        self.ep, self.name = split.ep, f"layers.{setting.layer}.mlp.experts"
         self.gated = _gated_activation(experts.activation, split.tp)
         self.share = float(split.tp.axis.rank == 0)  # of tp, where the bias of `down` joins the sum
         # each has rows of all tokens of its ep, and so of no one's tokens in particular
@@ -184,10 +185,10 @@ class Experts(nn.Module):
         partial sum over tp; with exact numerics, where groups have `leaves`, the sum.
         """
         if self.tp.exact is not None:
-            ins = [self.gate.linear(), self.up.linear()]
+            ins = [self._exact_linear(name) for name in ("gate", "up")]
             gate, up = expert.leaf_linears(rows, ins, leaves, self.tp)
-            hidden = self.gated(gate, up)
-            return expert.leaf_linears(hidden, [self.down.linear()], leaves, self.tp)[0]
+            hidden, down = self.gated(gate, up), self._exact_linear("down")
+            return expert.leaf_linears(hidden, [down], leaves, self.tp)[0]
         # [m, expert width / tp]
         gate, up = (
             self._grouped_linear(rows, projection.linear(), groups)
@@ -197,6 +198,22 @@ class Experts(nn.Module):
         if down.bias is not None:  # every rank of tp adds it, all but one nothing
             down = down._replace(bias=down.bias * self.share)
         return self._grouped_linear(self.gated(gate, up), down, groups)
+
+    def _exact_linear(self, name: str) -> Linear:
+        """Return weight and bias of the projection `name`; with several ranks of ep and gradients
+        copies of them, one for the rows of each rank, whose gradients are added apart: microbatches
+        of a rank come together before ranks do.
+        """
+        linear = getattr(self, name).linear()
+        if self.ep.size == 1 or not torch.is_grad_enabled():
+            return linear
+        weight, bias = (
+            None
+            if p is None
+            else self.tp.copy_weight(f"{self.name}.{name}.{kind}", p, self.ep.size)
+            for kind, p in (("weight", linear.weight), ("bias", linear.bias))
+        )
+        return linear._replace(weight=weight, bias=bias)
 
     def _grouped_linear(self, rows: Tensor, linear: Linear, groups: moe.Groups) -> Tensor:
         """Multiply each row by its expert's weight (rounded to fp8 or int8 if the weight is), then
@@ -260,7 +277,7 @@ class MoE(Component):
         # counts stay on the device; a loop needs them on the host
         self.kernel = split.kernels.grouped == "grouped_mm"
         self.router = Router(experts, select_prefix(params, "router"), split.tp)
-        self.experts = Experts(experts, select_prefix(params, "experts"), split)
+        self.experts = Experts(experts, select_prefix(params, "experts"), setting)
         # computed by every token; entered and left together with the experts, so it costs no
         # collective
         shared = experts.shared

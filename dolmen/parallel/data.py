@@ -93,7 +93,10 @@ def shard_model(
                 mesh=grid[axis.name],
                 reshard_after_forward=zero == 3,
                 mp_policy=policy,
-                shard_placement_fn=_even_placement(axis) if unit.experts else None,
+                # with exact numerics a rank has whole rows, which are leaves of the norm
+                shard_placement_fn=(
+                    _even_placement(axis, rows=wide_gradients) if unit.experts else None
+                ),
             )
         assert isinstance(unit.module, FSDPModule)
         if axis.size == 1:  # a factor would be a pass that divides by 1
@@ -178,10 +181,10 @@ class _Alone(sharding.ReduceScatter):
         raise AssertionError
 
 
-def _even_placement(axis: Axis) -> Callable[[nn.Parameter], state.Shard]:
+def _even_placement(axis: Axis, rows: bool) -> Callable[[nn.Parameter], state.Shard]:
     """Return a function that chooses the placement of stacked matrices (of experts) on `axis`: it
     shards the first dim of this rank's part that the axis divides, as experts may be fewer than
-    ranks; else dim 0, of which some ranks then hold less than others.
+    ranks; else dim 0, of which some ranks then hold less than others. `rows`: never the last dim.
     """
 
     def place(p: nn.Parameter) -> state.Shard:
@@ -190,7 +193,7 @@ def _even_placement(axis: Axis) -> Callable[[nn.Parameter], state.Shard]:
             next(
                 (
                     dim
-                    for dim, size in enumerate(state.local_view(p).shape)
+                    for dim, size in enumerate(state.local_view(p).shape[: -1 if rows else None])
                     if size % axis.size == 0
                 ),
                 0,

@@ -9,6 +9,8 @@ splits a sum decides who adds which subtree, and what crosses ranks is added in 
     gate and up          over tp
     dX of the head       blocks of the vocabulary: a rank's, then over tp
     dW                   sequences: those of a microbatch, then over microbatches, then over dp
+    dW of experts        the rows of a sequence are a leaf; then as dW: a rank of ep adds the
+                         microbatches of each other's, then ranks, and edp follows
     dW of q and k norms  tokens, then `tp` leaves of heads: a rank's, then over tp, all within a
                          sequence; then sequences
     dW of norms, biases, the same, of parts of a sequence under sequence parallelism, whose ranks
@@ -32,7 +34,7 @@ from torch import Tensor, nn
 
 from dolmen.core import collectives, state
 from dolmen.core.mesh import Axis, Mesh
-from dolmen.core.reduction import Tree, widen
+from dolmen.core.reduction import Tree, tree_sum, widen
 from dolmen.core.torch_private import sharding
 from dolmen.ops import invariant
 from dolmen.ops.numerics import Exact
@@ -155,17 +157,19 @@ class ExactReduction(Reduction):
         micros: int,
         mesh: Mesh,
         partial: Container[str],
-        tied: list[Tensor],
+        copies: list[tuple[str, Tensor]],
     ):
         """Start a step of `micros` microbatches. `partial`: names of the parameters whose gradient
-        is a partial sum on tp. `tied`: weights by which a tied head has multiplied; `end_backward`
-        removes those whose gradient it has taken.
+        is a partial sum on tp. `copies`: weights by which modules have multiplied in place of
+        parameters, with names (`TensorParallel.copy_weight`): a tied head, whose gradient joins
+        that of the embedding at the end, and experts, whose gradient is per rank of ep;
+        `end_backward` removes those whose gradient it has taken.
         """
         super().__init__(model, zero, split_backward=True)
         if zero == 3 and not split_backward:
             for unit in units(model):
                 unit.set_reshard_after_backward(True, recurse=False)
-        self.mesh, self.micros, self.partial, self.tied = mesh, micros, partial, tied
+        self.mesh, self.micros, self.partial, self.copies = mesh, micros, partial, copies
         self.names = {p: name for name, p in model.named_parameters()}
         self.trees: dict[str, Tree] = {}
         self.totals: dict[str, Tensor] = {}
@@ -181,8 +185,8 @@ class ExactReduction(Reduction):
         tp, and add each to its parameter's tree over microbatches; after the `last` of the step,
         set the totals as gradients and reduce them over fsdp.
         """
-        done = [("head.weight", weight) for weight in self.tied if weight.grad is not None]
-        self.tied[:] = [weight for weight in self.tied if weight.grad is None]
+        done = [(name, copy) for name, copy in self.copies if copy.grad is not None]
+        self.copies[:] = [(name, copy) for name, copy in self.copies if copy.grad is None]
         for name, p in (*self._gradient_holders(), *done):
             if p.grad is not None:
                 gradient, p.grad = p.grad, None
@@ -192,8 +196,11 @@ class ExactReduction(Reduction):
                 if total is not None:
                     self.totals[name] = total
         if last:
+            self.copies.clear()  # those of a recomputed forward have no gradient
             for name, p in self._gradient_holders():
-                p.grad = self.totals.pop(name, None)
+                total = self.totals.pop(name, None)
+                # of experts a sum for each rank of ep: its microbatches have come together first
+                p.grad = tree_sum(total) if total is not None and total.ndim > p.ndim else total
             super().accumulate_weight_gradients(last)
             for head in self.totals.values():
                 self._add_tied(head)

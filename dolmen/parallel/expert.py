@@ -13,7 +13,7 @@ tokens, entered whole on tp.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -28,8 +28,10 @@ from dolmen.parallel.exact import LeafProduct
 from dolmen.parallel.quantized_product import Product
 from dolmen.parallel.tensor import Linear, TensorParallel
 
-Leaves = Sequence[Sequence[int]]
-"""Rows of each sequence that each local expert has, one after the other."""
+Leaves = Sequence[Sequence[Sequence[int]]]
+"""Rows that each local expert has of each rank of ep, and of these of each sequence, one after the
+other.
+"""
 
 
 class Trip(NamedTuple):
@@ -38,7 +40,7 @@ class Trip(NamedTuple):
     groups: moe.Groups
     """Rows of each local expert, from all ranks of ep together: counts, or end offsets."""
     leaves: Leaves
-    """Rows of each sequence that each local expert has, with exact numerics; else empty."""
+    """Rows of each local expert by rank and sequence, with exact numerics; else empty."""
     send: list[int]
     """Rows that this rank sent to each."""
     receive: list[int]
@@ -68,18 +70,23 @@ def dispatch(
     Recomputation reads again. Sizes kept from forward would save that, but were a token routed
     otherwise the second time, rows would reach wrong experts, and nobody would see it.
     """
-    if sequences is not None:
-        assert axis.size == 1, "checks/exact.py refuses it"
-        leaves = device.read_back(sequences.t())
-        return rows, Trip([sum(n) for n in leaves], leaves, [], [], None)
+    if axis.size == 1 and sequences is not None:
+        leaves = [[n] for n in device.read_back(sequences.t())]
+        return rows, Trip(_totals(leaves), leaves, [], [], None)
     if axis.size == 1:
         groups = _ends(counts) if kernel else device.read_back(counts, len(rows))
         return rows, Trip(groups, [], [], [], None)
     here = len(counts) // axis.size
+    counted = counts if sequences is None else sequences.t().contiguous()
     # A rank must know how many rows will come before it can receive them, so counts go ahead:
     # [rank, expert], flat, to each rank those of its experts.
-    came = collectives.all_to_all(counts, [here] * axis.size, [here] * axis.size, axis)
-    sent, got = device.read_back(torch.stack((counts, came)).view(2, axis.size, here), len(rows))
+    came = collectives.all_to_all(counted, [here] * axis.size, [here] * axis.size, axis)
+    shape = (2, axis.size, here, *counted.shape[1:])
+    sent, got = device.read_back(torch.stack((counted, came)).view(shape), len(rows))
+    leaves: Leaves = []
+    if sequences is not None:
+        leaves = list(zip(*got, strict=True))
+        sent, got, came = [_totals(n) for n in sent], [_totals(n) for n in got], came.sum(1)
     receive = [sum(n) for n in got]
     # Rows come by rank, and of each rank by expert. A stable sort by expert puts those of an expert
     # together, ranks in their order: the same every time, and with one rank as with many.
@@ -95,9 +102,14 @@ def dispatch(
         else [sum(n) for n in zip(*got, strict=True)]
     )
     back = moe.inverse(order)
-    trip = Trip(groups, [], [sum(n) for n in sent], receive, (order, back))
+    trip = Trip(groups, leaves, [sum(n) for n in sent], receive, (order, back))
     rows = collectives.all_to_all(rows, trip.send, trip.receive, axis)
     return moe.permute(rows, order, back), trip
+
+
+def _totals(counts: Any) -> list[int]:
+    """Return the sum of each of `counts`, which are lists of numbers, or of lists of them."""
+    return [sum(_totals(n)) if isinstance(n[0], list) else sum(n) for n in counts]
 
 
 def _ends(counts: Tensor) -> Tensor:
@@ -177,7 +189,9 @@ class _LeafCall(NamedTuple):
 
 
 class _Leaves(TypedFunction):
-    """Autograd of `leaf_linears`; weights [experts, out, in] first, then as many biases."""
+    """Autograd of `leaf_linears`; weights [experts, out, in] first, then as many biases. Of several
+    ranks of ep, those that have gradients are as many times side by side, [sources, experts, ...].
+    """
 
     @staticmethod
     def forward(
@@ -188,14 +202,11 @@ class _Leaves(TypedFunction):
         """
         ctx.kept = call
         ctx.save_for_backward(x, *weights_and_biases)
-        number = len(weights_and_biases) // 2
-        counts = [sum(rows) for rows in call.leaves]
+        counts = _totals(call.leaves)
         group = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        weights, biases = _split_parameters(weights_and_biases)
         ys = []
-        for weight, bias in zip(
-            weights_and_biases[:number], weights_and_biases[number:], strict=True
-        ):
-            assert weight is not None
+        for weight, bias in zip(weights, biases, strict=True):
             y = torch.cat(call.product.output(x.split(counts), weight.unbind()))
             if call.sums_outputs is not None:
                 y = collectives.sum_(y, call.sums_outputs)
@@ -208,10 +219,11 @@ class _Leaves(TypedFunction):
         """Return the gradients of x, of each weight and of each bias, None where not needed."""
         (x, *saved), call = ctx.saved_tensors, ctx.kept
         wants_dx, _, *wants = ctx.needs_input_grad
-        weights, counts = saved[: len(grads)], [sum(rows) for rows in call.leaves]
+        grads = tuple(g.to(x.dtype) for g in grads)
         dx: Tensor | None = None
         if wants_dx:
-            experts = zip(*(g.split(counts) for g in grads), strict=True)
+            weights, _ = _split_parameters(saved)
+            experts = zip(*(g.split(_totals(call.leaves)) for g in grads), strict=True)
             of_experts = zip(*(weight.unbind() for weight in weights), strict=True)
             dx = torch.cat(
                 [
@@ -222,26 +234,39 @@ class _Leaves(TypedFunction):
             if call.sums_input_gradients is not None:
                 dx = collectives.sum_(dx, call.sums_input_gradients)
             dx = dx.to(x.dtype)
-        gradients: list[Tensor | None] = [None] * len(saved)
-        for i, (p, wanted) in enumerate(zip(saved, wants, strict=True)):
-            if wanted:
-                factor = x if i < len(weights) else None
-                g = grads[i % len(grads)].to(x.dtype)
-                gradients[i] = _add_leaves(g, factor, call.leaves, p.shape)
+        # as many biases as weights, whose gradients have no second factor
+        factors: list[Tensor | None] = [x] * len(grads) + [None] * len(grads)
+        gradients = [
+            _add_leaves(g, factor, call.leaves, p.shape) if wanted else None
+            for g, factor, p, wanted in zip(grads * 2, factors, saved, wants, strict=True)
+        ]
         return dx, None, *gradients
 
 
+def _split_parameters(
+    parameters: Sequence[Tensor | None],
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return (weights, biases) of `parameters`, of each that is there several times the first."""
+    number = len(parameters) // 2
+    weights = [w if w.ndim == 3 else w[0] for w in parameters[:number] if w is not None]
+    return weights, [b if b is None or b.ndim == 2 else b[0] for b in parameters[number:]]
+
+
 def _add_leaves(g: Tensor, x: Tensor | None, leaves: Leaves, shape: torch.Size) -> Tensor:
-    """Return, for each expert, the sum of g^T x over its `leaves` by a tree, or without x the sum
-    of the rows of g, in fp32 or wider: [experts, ...], of this `shape`.
+    """Return, for each source and expert, the sum of g^T x over its sequences by a tree, or without
+    x the sum of the rows of g, in fp32 or wider: [sources, experts, ...], in this `shape`.
     """
     out = widen(g.new_zeros(shape))
-    counts = [sum(rows) for rows in leaves]
+    counts = [sum(rows) for sources in leaves for rows in sources]
     xs = [None] * len(counts) if x is None else x.split(counts)
-    for e, (g_rows, x_rows) in enumerate(zip(g.split(counts), xs, strict=True)):
-        total = invariant.sum_leaves(g_rows, x_rows, leaves[e])
-        if total is not None:
-            out[e].add_(total)  # to 0: no sum is -0, as where a sequence's zeros are added
+    parts = iter(zip(g.split(counts), xs, strict=True))
+    by_source = out.view(-1, len(leaves), *shape[-1 if x is None else -2 :])
+    for e, sources in enumerate(leaves):
+        for source, rows in enumerate(sources):
+            total = invariant.sum_leaves(*next(parts), rows)
+            if total is not None:
+                # to 0: no sum is -0, as where a sequence's zeros are added
+                by_source[source, e].add_(total)
     return out
 
 
@@ -251,7 +276,9 @@ def leaf_linears(
     """Return, for each of `linears` of stacked experts, which share the input x, each expert's rows
     of x times its weight transposed, plus its bias, whole on every rank of tp, with autograd and
     exact numerics: bits of a row depend on no other, and gradients of weights and biases are added
-    over `leaves` by a tree. Collective over tp: forward where it splits inputs, else backward.
+    over sequences by a tree. Where `leaves` have rows of several ranks of ep, a weight or bias that
+    has a gradient is there once for each, [sources, experts, ...], and so is its gradient.
+    Collective over tp: forward where it splits inputs, else backward.
     """
     assert tp.exact is not None
     cut, several = linears[0].cut, tp.axis if tp.axis.size > 1 else None

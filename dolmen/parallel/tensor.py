@@ -176,6 +176,20 @@ class TensorParallel:
     """Index of the first local expert."""
     exact: Exact | None = None
     """Leaves of sums: `Kernels.exact`."""
+    copies: list[tuple[str, Tensor]] = field(default_factory=list, compare=False)
+    """Weights that modules multiply by in place of a parameter, with the name under which exact
+    numerics add their gradients (`parallel.exact.ExactReduction`).
+    """
+
+    def copy_weight(self, name: str, weight: Tensor, number: int | None = None) -> Tensor:
+        """Return `weight` as a leaf of autograd with a gradient of its own in fp32, of which
+        `copies` keeps track by `name`; with a `number` so many times side by side, without memory.
+        """
+        copy = weight.detach() if number is None else weight.detach().expand(number, *weight.shape)
+        copy.requires_grad_(weight.requires_grad)
+        copy.grad_dtype = torch.promote_types(weight.dtype, torch.float32)
+        self.copies.append((name, copy))
+        return copy
 
     @property
     def gathers(self) -> bool:

@@ -152,20 +152,23 @@ def digest_weights(model: Decoder, mesh: Mesh) -> Weights:
 
 
 def digest(p: Tensor) -> int:
-    """Return the digest of this rank's shard of an fp32 tensor of one or two dims, an integer: a
-    sum over its elements' bits, weighted by their indices in the full tensor, so that digests of
-    shards add up, modulo 2^64, to that of the full tensor.
+    """Return the digest of this rank's shard of an fp32 tensor, an integer: a sum over its
+    elements' bits, weighted by their indices in the full tensor, so that digests of shards add up,
+    modulo 2^64, to that of the full tensor.
     """
-    row, column = (_odd(indices) for indices in (*region(p), slice(0, 1))[:2])
-    bits = local_view(p).contiguous().view(torch.int32).view(len(row), len(column))
-    return int(((bits * column.int()).sum(-1) * row).sum())
+    *outer, column = region(p) if p.ndim > 1 else (*region(p), slice(0, 1))
+    bits = local_view(p).contiguous().view(torch.int32)
+    sums = (bits.view(*bits.shape[: len(outer)], -1) * _odd(column).int()).sum(-1)
+    for level, indices in enumerate(reversed(outer)):
+        sums = (sums * _odd(indices, level)).sum(-1)
+    return int(sums)
 
 
-def _odd(indices: slice) -> Tensor:
-    """Return a pseudo-random odd number, int64, for each index of the range, by the mixing function
-    of splitmix64.
+def _odd(indices: slice, level: int = 0) -> Tensor:
+    """Return a pseudo-random odd number, int64, for each index of the range, others for another
+    `level`, by the mixing function of splitmix64.
     """
-    z = torch.arange(indices.start + 1, indices.stop + 1)
+    z = torch.arange(indices.start + 1, indices.stop + 1) + (level << 32)
     for factor in MIX:
         z = (z ^ (z >> 29)) * factor
     return z ^ (z >> 32) | 1

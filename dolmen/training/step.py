@@ -387,7 +387,7 @@ def forward_backward(
         data.Reduction(model, state.zero, splits)
         if leaves is None
         else exact.ExactReduction(
-            model, state.zero, splits, micros, mesh, model.partial(), model.tied_weights
+            model, state.zero, splits, micros, mesh, model.partial(), model.tp.copies
         )
     )
     chunks = [model.blocks(chunk) for chunk in range(state.schedule.chunks)]

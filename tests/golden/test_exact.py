@@ -322,7 +322,16 @@ dp4 zero3 acc2 fixed
 tp4 sp zero1 acc2 selective fixed
 pp2 dp2 tp2 sp acc4 zero3 full fixed
 """
+EP = """
+dp2 ep2 zero2 acc4 fixed
+dp4 ep2 zero3 acc2 full fixed
+dp4 ep4 zero1 fixed
+pp2 dp2 ep2 acc4 zero-bubble zero1 fixed
+dp2 tp2 sp ep2 zero3 acc4 fixed
+dp4 tp2 ep2 zero1 acc2 selective fixed
+"""
 EXPERTS_SHORT = """
+dp2 ep2 zero3 acc2 full fixed
 tp4 sp zero1 acc8 fixed
 """
 EXPERTS = """
@@ -363,8 +372,8 @@ LAYOUTS = [
     *rows(EXPERTS_SHORT, "experts", config=MIXTURE),
     *rows(EXPERTS, "experts", full=True, config=MIXTURE),
     *rows(EXPERTS, "experts in groups", full=True, config=GROUPED),
-    *rows(EXPERTS_FULL, "experts", full=True, config=MIXTURE),
-    *rows(EXPERTS_FULL, "experts in groups", full=True, config=GROUPED),
+    *rows(EXPERTS_FULL + EP, "experts", full=True, config=MIXTURE),
+    *rows(EXPERTS_FULL + EP, "experts in groups", full=True, config=GROUPED),
     *rows(LONG, "llama, 50 steps", full=True, steps=50),
 ]
 
@@ -434,7 +443,7 @@ END_BACKWARD = exact.ExactReduction.end_backward
 
 def add_to_embedding(reduction, micro, last):
     """End a backward after the gradient of a tied head has joined that of the embedding."""
-    for weight in reduction.tied:
+    for _, weight in reduction.copies:
         if weight.grad is not None:
             holders = reduction._gradient_holders()
             embedding = next(p for name, p in holders if name == "embed.weight")
@@ -649,8 +658,8 @@ HALVES = [
     *half_rows(MASKS, "masks, tied, Muon", full=True, config=MASKED),
     *half_rows(NORMS, "norms, biases, positions", config=GPT2),
     *half_rows(NORMS, "parallel blocks", config=PARALLEL),
-    *half_rows(EXPERTS + EXPERTS_FULL, "experts", full=True, config=MIXTURE),
-    *half_rows(EXPERTS + EXPERTS_FULL, "experts in groups", full=True, config=GROUPED),
+    *half_rows(EXPERTS + EXPERTS_FULL + EP, "experts", full=True, config=MIXTURE),
+    *half_rows(EXPERTS + EXPERTS_FULL + EP, "experts in groups", full=True, config=GROUPED),
     *half_rows(LONG, "llama, 50 steps", full=True, steps=50),
 ]
 

@@ -99,7 +99,14 @@ REFUSED = {
         {"model": MIXTRAL | {"intermediate_size": 47}},
         r"moe_intermediate_size \(47\) is not divisible by train.exact.tp \(2\)",
     ),
-    "experts over ranks": ({"model": MIXTRAL, "layout": {"ep": 2}}, "layout.ep is 2"),
+    "ranks of experts": (
+        {
+            "model": MIXTRAL | {"num_local_experts": 6},
+            "train": {"global_batch_size": 12},
+            "layout": {"ep": 3, "dp": 6, "reduction": "fixed"},
+        },
+        r"layout.ep \(3\) is no power of two, .* of dp \(6\) by a tree: set --layout.ep 2",
+    ),
     "experts that generate": (
         {"model": MIXTRAL, "objective": {"name": "grpo"}, "data": {"rows": "prompts"}},
         "objective.name is grpo, and .* with experts for objective.name tokens alone",
@@ -171,6 +178,7 @@ def test_a_dry_run_is_refused(material):
         {"model": {"model_type": "cohere", "use_qk_norm": True}},
         {"model": {"model_type": "olmo2"}},
         {"model": MIXTRAL},
+        {"model": MIXTRAL, "layout": {"ep": 2, "dp": 4}},
         {"model": {"tie_word_embeddings": True}},
         {"model": {"sliding_window": 4, "model_type": "mistral"}},
         {"train": {"dropout": 0.1}, "optimizer": {"name": "muon"}, "data": {"document_mask": True}},
@@ -308,12 +316,26 @@ def test_a_digest_is_a_sum_over_parts_and_sees_each_bit():
         seen.add(receipt.digest(flipped))
     seen |= {receipt.digest(whole.roll(1, dim)) for dim in (0, 1)}
     assert len(seen) == 7
+    experts = whole.view(4, 6, 20)
+    swapped = experts.clone()
+    swapped[1, 2], swapped[2, 1] = experts[2, 1], experts[1, 2]
+    seen |= {receipt.digest(experts), receipt.digest(swapped)}
+    seen |= {receipt.digest(experts.roll(1, dim)) for dim in (0, 1, 2)}
+    assert len(seen) == 12
 
 
-def train(material: Material, out: Path, layout: Layout | None = None, resumed=False, **options):
+def train(
+    material: Material,
+    out: Path,
+    layout: Layout | None = None,
+    resumed=False,
+    model: dict | None = None,
+    **options,
+):
     layout = layout or Layout(dp=1)
     mesh = layout.mesh(torch.device("cpu")) if dist.is_initialized() else SINGLE
-    run = config(material, options, layout=vars(layout), optimizer=UPDATE, checkpoint={"every": 3})
+    sections = {"layout": vars(layout), "optimizer": UPDATE, "checkpoint": {"every": 3}}
+    run = config(material, options, model=model or {}, **sections)
     return run_training(run, out, mesh, Console(quiet=True), resumed=resumed)
 
 
@@ -324,21 +346,29 @@ LAYOUTS = {
 }
 
 
-def resume_everywhere(material: Material, folder: Path) -> None:
-    for name, layout in LAYOUTS.items():
+EXPERTS = LAYOUTS | {"ep": Layout(dp=2, ep=2, zero=2, reduction="fixed")}
+
+
+def resume_everywhere(material: Material, folder: Path, layouts: dict, model: dict) -> None:
+    for name, layout in layouts.items():
         if dist.get_rank() == 0:
             shutil.copytree(folder / "half", folder / name)
         dist.barrier()
-        train(material, folder / name, layout, resumed=True, microbatch_size=1)
+        train(material, folder / name, layout, resumed=True, model=model, microbatch_size=1)
 
 
-def test_a_run_goes_on_at_any_layout(material, tmp_path, spawn):
+@pytest.mark.parametrize(
+    ("layouts", "model"),
+    [(LAYOUTS, {}), pytest.param(EXPERTS, MIXTRAL, marks=pytest.mark.full)],
+    ids=["dense", "experts"],
+)
+def test_a_run_goes_on_at_any_layout(layouts, model, material, tmp_path, spawn):
     """Its losses, norms, weights and moments; with validation, warm-up and clipping."""
-    train(material, tmp_path / "whole")
+    train(material, tmp_path / "whole", model=model)
     shutil.copytree(tmp_path / "whole", tmp_path / "half")
     shutil.rmtree(tmp_path / "half" / "checkpoints" / "step-00000006")
-    spawn(2)(resume_everywhere, material, tmp_path)
-    for name in LAYOUTS:
+    spawn(2)(resume_everywhere, material, tmp_path, layouts, model)
+    for name in layouts:
         assert losses(tmp_path / name) == losses(tmp_path / "whole"), name
         found, want = (receipts(tmp_path / folder) for folder in (name, "whole"))
         assert found == want and len(set(want)) == 6

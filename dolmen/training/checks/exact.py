@@ -45,7 +45,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "rollout.compile": (False,),
     "adapter.rank": (None,),
     "layout.cp": (1,),
-    "layout.ep": (1,),
     "layout.zero": (1, 2, 3),
 }
 """The values of options that exact numerics cover."""
@@ -211,6 +210,11 @@ def _check_batch_sizes(config: RunConfig) -> None:
             f"train.global-batch-size ({batch}) / dp ({dp}) = {local_batch} sequences per process, "
             "no power of two, and train.numerics exact adds them by a tree: set "
             f"--train.global-batch-size {dp << local_batch.bit_length() - 1}, {FAST}"
+        )
+    if layout.ep & (layout.ep - 1) and layout.ep != dp:
+        raise ValueError(
+            f"layout.ep ({layout.ep}) is no power of two, and train.numerics exact adds the ranks "
+            f"of dp ({dp}) by a tree: set --layout.ep {divisor(dp & -dp, near=layout.ep)}, {FAST}"
         )
     exact = config.training.exact
     assert exact is not None
