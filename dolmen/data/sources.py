@@ -296,11 +296,14 @@ def stored_files(entry: str, option: str) -> EntryFiles:
     is_glob, found = glob.has_magic(last), EntryFiles(entry)
     if glob.has_magic(folder):
         raise ValueError(f"{option} {entry}: only the last part of a URL may be a pattern")
-    if not is_glob and (stored := storage.RemoteFolder(folder).find(last)) is not None:
+    remote = storage.RemoteFolder(folder)
+    if not is_glob and (stored := remote.find(last)) is not None:
         named = {last: stored}
         # tokens, whose lengths are in another file
-        names = [last, last.removesuffix(BIN) + IDX] if last.endswith(BIN) else [last]
-        file = RemoteFile(entry, stored)
+        index = last.removesuffix(BIN) + IDX
+        if last.endswith(BIN) and (lengths := remote.find(index)) is not None:
+            named[index] = lengths
+        names, file = [*named], RemoteFile(entry, stored)
         if not readable_names(names, names) and (form(file) is None or not looks_like_text(file)):
             raise ValueError(f"{option} {entry} is not UTF-8 text; {SUPPORTED}")
     else:
@@ -312,7 +315,7 @@ def stored_files(entry: str, option: str) -> EntryFiles:
         names = readable_names(meant, named)
         found.skipped["hidden files and files of other kinds"] += len(meant) - len(names)
     indexed = [name for name in names if PurePosixPath(name).suffix in (BIN, IDX)]
-    for file in storage.pull_files(folder, {*indexed}.intersection) if indexed else ():
+    for file in storage.pull_files(folder, {*indexed}.intersection, named) if indexed else ():
         found.add(file)
     texts = [name for name in names if name not in indexed]
     found.files += [RemoteFile(f"{folder}/{name}", named[name]) for name in texts]

@@ -17,8 +17,9 @@ Downloads are compared with it, and repeated where they differ. A folder without
 others: of its files only the sizes are compared. Checkpoints have their seal instead
 (checkpoint/remote.py).
 
-A local copy is reused while size and time of the object are those of the copy, as for all text that
-is tokenised (data/token_cache.py). What no object stands for any more is deleted from the copy.
+A local copy is reused while the object has the size and the ETag, or without one the time, that the
+copy was made with, as for all text that is tokenised (data/token_cache.py). A copy keeps an ETag as
+its time. What no object stands for any more is deleted from the copy.
 
 Names of objects may be hostile: one that would lie outside of the copy raises StorageError.
 """
@@ -70,8 +71,8 @@ class StorageError(OSError):
 
 @dataclass(frozen=True)
 class StoredFile:
-    """Size in bytes and time of the last change (ns) of an object. Where the storage has no time:
-    a number that follows from its ETag or Last-Modified, or 0.
+    """Size in bytes of an object, and a time in ns by which copies of it are known: that of the
+    last change, or where the storage has ETags a number that follows from this one.
     """
 
     size: int
@@ -128,21 +129,26 @@ class RemoteFolder:
         return files
 
     def find(self, name: str) -> StoredFile | None:
-        """Return size and time of one object; None if there is none of this name."""
+        """Return size and time of one object; None if there is none of this name. Raises
+        StorageError for a page of HTML that has not its suffix, as servers have for folders.
+        """
 
-        def look_up() -> StoredFile | None:
-            """Return the object's size and time, or None without it; the folder, which may be
-            large, is not listed.
+        def look_up() -> dict[str, Any] | None:
+            """Return what the file system knows of the object, or None without it; the folder,
+            which may be large, is not listed.
             """
             self._system.invalidate_cache()
             try:
-                info = self._system.info(self._path(name))
+                return self._system.info(self._path(name))
             except FileNotFoundError:
                 return None
-            known = StoredFile(int(info["size"] or 0), _change_time(info))
-            return known if info["type"] == "file" else None
 
-        return self._repeat(f"{name} cannot be looked up", look_up, FIRST_PATIENCE)
+        info = self._repeat(f"{name} cannot be looked up", look_up, FIRST_PATIENCE)
+        if info is None or info["type"] != "file":
+            return None
+        if info.get("mimetype") == "text/html" and not name.endswith((".html", ".htm")):
+            raise StorageError(f"{self.url}/{name} is a page of HTML: give the URL of a file")
+        return StoredFile(int(info["size"] or 0), _change_time(info))
 
     def read(self, name: str, stored: StoredFile, most: int) -> bytes:
         """Return the bytes of a small object, which `stored` describes. Raises StorageError, and
@@ -248,18 +254,31 @@ class RemoteFolder:
 
     def read_block(self, name: str, start: int, stop: int) -> bytes:
         """Return the bytes start:stop of an object; a request that fails or returns fewer is
-        repeated.
+        repeated. Raises StorageError, and Refused for an object that has become smaller.
         """
 
         def get() -> bytes:
-            """Read them in one request. Raises OSError where the answer has another length."""
+            """Read them in one request. Raises OSError where the answer has another length, and
+            Refused where the object has fewer bytes.
+            """
             if stop == start:
                 return b""  # a range of no bytes is an error in S3
-            # by name: s3fs has another order
-            data = self._system.cat_file(self._path(name), start=start, end=stop)
-            if len(data) != stop - start:
-                raise OSError(f"{len(data):,} of {stop - start:,} bytes arrived")
-            return data
+            try:
+                # by name: s3fs has another order
+                data = self._system.cat_file(self._path(name), start=start, end=stop)
+                if len(data) != stop - start:
+                    raise OSError(f"{len(data):,} of {stop - start:,} bytes arrived")
+                return data
+            except Exception:
+                size = stop
+                with suppress(Exception):  # storage that is gone
+                    self._system.invalidate_cache()
+                    size = self._system.info(self._path(name))["size"] or stop
+                if size < stop:
+                    raise gate.refuse(
+                        f"{self.url}/{name}", "has become smaller while it was read; start again"
+                    ) from None
+                raise
 
         return self._repeat(f"{name} cannot be read", get)
 
@@ -283,8 +302,8 @@ class RemoteFolder:
     def _repeat(self, failure: str, work: Callable[[], T], patience: float | None = None) -> T:
         """Return `work()`, called again after each error that may pass, with growing pauses, until
         `patience` seconds (default: 600) have passed. Raises StorageError, which names `failure`;
-        and Refused where the content differs DOWNLOADS (3) times from the checksum that the storage
-        has of it.
+        Refused where `work` does, and where the content differs DOWNLOADS (3) times from the
+        checksum that the storage has of it.
         """
         end = time.monotonic() + (PATIENCE if patience is None else patience)
         pause, mismatches = FIRST_PAUSE, 0
@@ -293,6 +312,8 @@ class RemoteFolder:
                 return work()
             except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
                 self._fail(failure, error)
+            except gate.Refused:
+                raise
             except Exception as error:  # each file system has its own types
                 mismatches += type(error).__name__ == "FlexibleChecksumError"  # of botocore
                 if mismatches == DOWNLOADS:
@@ -323,8 +344,12 @@ def _check_name(url: str, name: str) -> None:
 
 def _change_time(info: Mapping[str, Any]) -> int:
     """Return the time of an object's last change in ns, from the field of `info` in which its file
-    system has it. Without a time: a number that follows from its ETag or Last-Modified, or 0.
+    system has it. With an ETag, or without a time: whole seconds that follow from ETag or
+    Last-Modified, or 0.
     """
+    # times in S3 are of seconds, and objects of this URL at two endpoints may have the same
+    if tag := info.get("ETag") or info.get("etag"):
+        return _tag_time(tag)
     for key in ("LastModified", "last_modified", "updated", "mtime", "created"):
         value = info.get(key)
         if isinstance(value, str):  # gs
@@ -333,9 +358,14 @@ def _change_time(info: Mapping[str, Any]) -> int:
             value = value.timestamp()
         if isinstance(value, (int, float)):
             return int(value * 1e6) * 1000  # a float has no nanoseconds
-    # over http: changes with the content, and stands in the place of a copy's time like one
-    tag = info.get("ETag") or info.get("Last-Modified")
-    return int(hashlib.blake2b(tag.encode(), digest_size=6).hexdigest(), 16) * 1000 if tag else 0
+    return _tag_time(info["Last-Modified"]) if info.get("Last-Modified") else 0
+
+
+def _tag_time(tag: str) -> int:
+    """Return a time in ns that stands for a tag, of a whole second (some file systems have no
+    others) before 2038.
+    """
+    return (int(hashlib.blake2b(tag.encode(), digest_size=4).hexdigest(), 16) >> 1) * 10**9
 
 
 @contextmanager
@@ -415,15 +445,17 @@ def pull_folder(url: str) -> Path:
 
 
 def pull_files(
-    url: str, select: Callable[[Collection[str]], Collection[str]] = lambda names: names
+    url: str,
+    select: Callable[[Collection[str]], Collection[str]] = lambda names: names,
+    known: Mapping[str, StoredFile] | None = None,
 ) -> list[Path]:
     """Return the local copies of files of the folder at a URL: of all, or of those that
-    `select(names)` returns. Files that the folder has no more are deleted from the copy. Raises
-    ValueError where there is no such folder, where it is unfinished, and where files differ from
-    its checksums; and StorageError.
+    `select(names)` returns. The folder is listed, and files that it has no more are deleted from
+    the copy, unless its files, or some, are `known`. Raises ValueError where there is no such
+    folder, where it is unfinished, and where files differ from its checksums; and StorageError.
     """
     target, remote = local_copy(url), RemoteFolder(url)
-    files = remote.files()
+    files = remote.files() if known is None else known
     if not files:
         raise ValueError(f"{url}: there is no such folder, or it is empty")
     names, sums = sorted(select(list(files))), read_sums(remote, files)
@@ -431,7 +463,8 @@ def pull_files(
         size = sum(files[name].size for name in missing)
         say(f"downloading {url}: {plural(len(missing), 'file')}, {megabytes(size)} -> {target}")
     # first: a folder may have got the name of such a file, or a file that of a folder
-    _delete_others(target, files)
+    if known is None:
+        _delete_others(target, files)
     for name in names:
         create_parents(target, name)
         remote.download(name, files[name], target / name, sums_check(url, name, sums.get(name)))

@@ -229,6 +229,45 @@ def test_times_by_any_name():
     assert storage._change_time({}) == 0
 
 
+def test_objects_of_one_time_are_told_apart_by_their_etags(system, monkeypatch):
+    """As two at one URL of two endpoints. Some file systems have times of whole seconds only."""
+    time = {"LastModified": "2026-01-02T03:04:05+00:00"}
+    one, other = (storage._change_time({**time, "ETag": f'"{tag}"'}) for tag in ("one", "other"))
+    assert one != other and one == storage._change_time({"etag": '"one"'})
+    assert all(0 <= tag < 2**31 * 10**9 and tag % 10**9 == 0 for tag in (one, other))
+    info, tag = Faulty.info, "one"
+    monkeypatch.setattr(Faulty, "info", lambda *a, **k: info(*a, **k) | {"ETag": tag, "created": 1})
+    for tag in ("one", "two"):
+        system.pipe_file("/bucket/model/weights", tag.encode())
+        copy = storage.pull_file(f"{URL}/weights")
+        assert copy is not None and copy.read_text() == tag
+
+
+def test_an_object_that_becomes_smaller_is_not_waited_for(system):
+    system.pipe_file("/bucket/model/big", b"x" * 100)
+    remote = RemoteFolder(URL)
+    stored = remote.files()["big"]
+    system.pipe_file("/bucket/model/big", b"x" * 99)
+    Faulty.requests.clear()
+    with pytest.raises(Refused, match=f"{URL}/big: has become smaller while it was read"):
+        remote.read("big", stored, 100)
+    assert Faulty.requests == ["cat_file", "info"]
+    # a transfer that was cut is not this
+    with faulty.plan(cat_file=["short", "error"], info=["error"]):
+        assert remote.read("big", StoredFile(99, 0), 100) == b"x" * 99
+
+
+def test_a_page_of_html_is_no_object(system, monkeypatch):
+    """As servers have for folders: it would be read as text."""
+    system.pipe_file("/bucket/model/folder", b"<html>")
+    info = Faulty.info
+    monkeypatch.setattr(Faulty, "info", lambda *a, **k: info(*a, **k) | {"mimetype": "text/html"})
+    with pytest.raises(StorageError, match=f"{URL}/folder is a page of HTML: give the URL"):
+        RemoteFolder(URL).find("folder")
+    system.pipe_file("/bucket/model/page.html", b"<html>")
+    assert RemoteFolder(URL).find("page.html") is not None
+
+
 def test_hostile_listing_is_bounded(system):
     system.pipe_file("/bucket/model/big", b"x" * 100)
     with pytest.raises(Refused, match="has more than 10 bytes"):
