@@ -194,7 +194,7 @@ def _paint_losses(figure: Any, rows: Sequence[Mapping[str, Any]], title: str) ->
     x, y = [r["tokens"] / 1e6 for r in train], [r["loss"] for r in train]
     figure.set_size_inches(8, 4.5)
     # room for both axes' labels; a layout that finds it draws everything twice
-    figure.set_layout_engine("none")
+    figure.set_layout_engine(None)
     axis = figure.subplots()
     figure.subplots_adjust(left=0.09, right=0.9, bottom=0.12, top=0.92)
     axis.plot(x, y, color="#b8c4d6", linewidth=0.8, label="training")

@@ -169,6 +169,7 @@ if os.environ.get("RANK") == "1":
 
 
 @pytest.mark.spawn
+@pytest.mark.full  # in the short tier the workers do not train: test_what_a_worker_raises_is_told_once
 def test_a_rank_that_raises_ends_the_run_and_is_told_once(material, tmp_path, monkeypatch, capfd):
     """Rank 1 raises in its third step; rank 0, which waits for it, has a traceback too, as a
     consequence; gloo alone would have it wait for half an hour.
@@ -213,6 +214,7 @@ def trainer(*words: object) -> list[str]:
     return [sys.executable, "-c", TRAINER, json.dumps(to_dict(request))]
 
 
+@pytest.mark.full  # the kernel ends them, trained or not: ..._while_workers_start_leaves_none
 def test_a_launcher_killed_while_two_ranks_train_leaves_none(material, tmp_path):
     """kill -9: both are gone, of a run that would have gone on for hours."""
     out = tmp_path / "run"
@@ -368,6 +370,30 @@ def test_what_a_worker_refuses_is_told_once(run):
         "",
         "dolmen: use --less\n",
     )
+
+
+RAISE = """
+if RANK:
+    sys.path.insert(0, {root!r})
+    from dolmen.launch import process
+    def work():
+        if RANK == "1": raise ArithmeticError("broken on purpose")
+        while not os.path.exists({error!r}): time.sleep(0.001)
+        raise ConnectionError("closed by peer")
+    leave = os._exit
+    os._exit = lambda code: (open({error!r}, "w").close(), leave(code))
+    process.run_worker(work)
+"""
+
+
+def test_what_a_worker_raises_is_told_once(run, tmp_path):
+    """Rank 0, which waited for rank 1, has a traceback too, as a consequence."""
+    root = str(Path(launcher.__file__).parents[2])
+    code, said, complained = run(RAISE.format(root=root, error=str(tmp_path / "raised")))
+    assert (code, said) == (1, "") and "closed by peer" not in complained, complained
+    assert complained.count("Traceback (most recent call last)") == 1
+    assert complained.count("broken on purpose") == 2  # the line that raises, and the message
+    assert complained.endswith("dolmen: rank 1 failed (exit code 1); all ranks were stopped\n")
 
 
 def test_a_process_in_the_background_obeys_an_interrupt(monkeypatch):

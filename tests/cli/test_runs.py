@@ -220,7 +220,7 @@ def test_resume_says_what_changed(whole, material, tmp_path):
 
 
 @pytest.mark.spawn
-def test_resume_at_another_number_of_processes_needs_no_option(whole, tmp_path):
+def test_resume_at_another_number_of_processes_needs_no_option(whole, tmp_path, forked_ranks):
     """The same samples go on at dp 2, and then again in one process."""
     out, _ = whole
     copy, straight = (shutil.copytree(out, tmp_path / name) for name in ("copy", "straight"))

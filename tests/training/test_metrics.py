@@ -104,6 +104,7 @@ def test_json_has_no_word_for_infinity(tmp_path):
     assert [r.get("grad_norm", 0) for r in found] == [None, 0, None] and found[1]["loss"] is None
 
 
+@pytest.mark.filterwarnings("error")  # a run would print them
 def test_the_plot(tmp_path):
     """Of any record: with validations, without, of one step, of a diverged run; and of
     none, none.

@@ -108,11 +108,10 @@ def one_word(tmp_path):
     return {"path": [str(tmp_path / "text")], "validation_fraction": 0.0}
 
 
-def by_seed(material, tmp_path, **sections) -> list[float]:
-    """First losses with seeds 0, 0, 1 and 2."""
+def by_seed(material, tmp_path, *seeds: int, **sections) -> list[float]:
+    """First losses with these seeds."""
     return [
-        first_loss(material, tmp_path / str(i), seed, **sections)
-        for i, seed in enumerate((0, 0, 1, 2))
+        first_loss(material, tmp_path / str(i), seed, **sections) for i, seed in enumerate(seeds)
     ]
 
 
@@ -122,12 +121,12 @@ def test_each_use_of_the_seed_by_itself(material, tmp_path, one_word):
     other text, its order; with random weights, those.
     """
     loaded = {"init": str(material.model)}
-    same = by_seed(material, tmp_path / "same", data=one_word, **loaded)
+    same = by_seed(material, tmp_path / "same", 0, 1, data=one_word, **loaded)
     assert len(set(same)) == 1
     for name, sections in {
         "dropout": {"data": one_word, "train": {"dropout": 0.3}, **loaded},
         "order": loaded,
         "weights": {"data": one_word},
     }.items():
-        a, again, b, c = by_seed(material, tmp_path / name, **sections)
-        assert a == again and len({a, b, c}) == 3, name
+        first, again, other = by_seed(material, tmp_path / name, 0, 0, 1, **sections)
+        assert first == again != other, name
