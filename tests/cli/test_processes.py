@@ -169,7 +169,7 @@ if os.environ.get("RANK") == "1":
 
 
 @pytest.mark.spawn
-@pytest.mark.full  # in the short tier the workers do not train: test_what_a_worker_raises_is_told_once
+@pytest.mark.full  # short tier: test_what_a_worker_raises_is_told_once
 def test_a_rank_that_raises_ends_the_run_and_is_told_once(material, tmp_path, monkeypatch, capfd):
     """Rank 1 raises in its third step; rank 0, which waits for it, has a traceback too, as a
     consequence; gloo alone would have it wait for half an hour.
