@@ -207,7 +207,7 @@ class _TransformersHooks:
 
         def see(_: nn.Module, args: Any, out: Any) -> None:
             """Record the module's output, or the first of a tuple: a forward hook."""
-            self._record(name, _first_output(out), columns)
+            self._record(name, out[0] if isinstance(out, tuple) else out, columns)
 
         self.stack.callback(module.register_forward_hook(see).remove)
 
@@ -256,8 +256,3 @@ class _TransformersHooks:
 def _module(entry: StoredTensor) -> str:
     """Return the name of the module that owns a stored tensor: its name without the last part."""
     return entry.hf.rpartition(".")[0]
-
-
-def _first_output(out: Any) -> Any:
-    """Return a module's output, or the first element of it if it is a tuple."""
-    return out[0] if isinstance(out, tuple) else out

@@ -22,6 +22,7 @@ mixture.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple, Protocol
 
@@ -139,7 +140,7 @@ def data_sets(config: DataConfig, sources: Sequence[DataSource]) -> Sequence[Dat
         return sources
     sets = []
     for source in sources:
-        parts = [source.only_text()] if source.text and source.indexed else []
+        parts = [replace(source, indexed=())] if source.text and source.indexed else []
         parts += [source.only(file) for file in source.indexed]
         if source.weight is not None and len(parts) > 1:
             raise ValueError(

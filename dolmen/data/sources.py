@@ -182,10 +182,6 @@ class DataSource:
         """True if some of the source is text (files or hub data sets), not only tokens (.bin)."""
         return bool(self.files or self.hubs)
 
-    def only_text(self) -> "DataSource":
-        """Return the source without its .bin files."""
-        return replace(self, indexed=())
-
     def only(self, file: Path) -> "DataSource":
         """Return a source with `file`, one of the .bin files of this one, as its only data and its
         name.

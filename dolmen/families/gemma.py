@@ -104,7 +104,8 @@ def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> ModelS
     spec = read_stated({**config, "hidden_act": config["hidden_activation"]})
     scalar = config["query_pre_attn_scalar"]
     cap, logits_cap = (
-        _float_or_none(config[f"{of}_logit_softcapping"]) for of in ("attn", "final")
+        None if (cap := config[f"{of}_logit_softcapping"]) is None else float(cap)
+        for of in ("attn", "final")
     )
     blocks = [
         replace(
@@ -121,11 +122,6 @@ def read_windowed(config: dict[str, Any], sizes: Sequence[int | None]) -> ModelS
         for block, window in zip(spec.blocks, sizes, strict=True)
     ]
     return replace(spec, runs=group_repeats(blocks), head=replace(spec.head, soft_cap=logits_cap))
-
-
-def _float_or_none(value: float | None) -> float | None:
-    """Return `value` as a float; None stays None."""
-    return None if value is None else float(value)
 
 
 def write_gemma2(spec: ModelSpec) -> dict[str, Any]:

@@ -76,20 +76,16 @@ def job_file(job: JobConfig, name: str, out: str, text: str, gpus: bool) -> str:
                 "resources": {"limits": {"nvidia.com/gpu": job.nproc_per_node}} if gpus else None,
             }
         case SkypilotConfig():
+            package = "'dolmen[s3]'" if "s3://" in text + out else "dolmen"
             values |= {
                 "accelerators": f"{job.accelerator}:{job.nproc_per_node}" if gpus else None,
                 "run": str(Path(job.run).absolute()),
                 "volumes": {job.mount: job.volume} if job.volume else None,
-                "setup": job.setup or f"pip install {_package(text, out)}",
+                "setup": job.setup or f"pip install {package}",
                 "out": shlex.quote(out),
             }
     documents = [_fill(document, values) for document in yaml.safe_load_all(template)]
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=100)
-
-
-def _package(text: str, out: str) -> str:
-    """Return what pip installs for a run: dolmen, with s3fs if it uses s3://."""
-    return "'dolmen[s3]'" if "s3://" in text + out else "dolmen"
 
 
 def _replace(text: str, values: Mapping[str, Any]) -> str:

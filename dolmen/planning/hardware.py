@@ -215,7 +215,10 @@ def read_cluster(name: str) -> Cluster:
         raise gate.refuse(
             file, f"has {nodes:,} nodes but no `between`, the network that connects them: add it"
         )
-    device = read_device(_device_path(file, content["device"]))
+    named = content["device"]
+    # a name, or a file next to the cluster's
+    is_file = Path(named).suffix in (".yaml", ".yml")
+    device = read_device(str(file.parent / named) if is_file else named)
     check_cluster(file, content, device.bandwidth, device.watts)
     return Cluster(
         file.stem,
@@ -311,13 +314,6 @@ def _find_file(name: str, folder: Path, what: str) -> Path:
         f"there is no {what} {name[:80]!r}: {hint}{' ' * bool(hint)}known are {', '.join(names)}, "
         "and a YAML file of your own"
     )
-
-
-def _device_path(file: Path, device: str) -> str:
-    """Return a cluster file's `device` as `read_device` takes it: a name, or the path of a file,
-    which is relative to the cluster's file.
-    """
-    return str(file.parent / device) if Path(device).suffix in (".yaml", ".yml") else device
 
 
 def _parse_link(content: dict) -> Link:

@@ -206,17 +206,13 @@ class Search:
         Uses a stack of its own, as Python's recursion ends at a thousand calls.
         """
         open_ = [self._branches()]
-        while open_ and not self._over:
+        # until the nodes are used up, or no schedule can be shorter than `span`
+        while open_ and self.left > 0 and self._shorter(self.floor):
             for _ in open_[-1]:
                 open_.append(self._branches())
                 break
             else:
                 open_.pop()
-
-    @property
-    def _over(self) -> bool:
-        """True if the nodes are used up, or no schedule can be shorter than `span`."""
-        return self.left <= 0 or not self._shorter(self.floor)
 
     def _shorter(self, length: float) -> bool:
         """Return whether a length is less than `span` by more than rounding."""

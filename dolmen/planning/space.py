@@ -128,7 +128,7 @@ class Space:
         for tp, cp, pp, dp, ep in self.meshes():
             if self.global_batch_size % dp:
                 continue
-            for size in self._microbatches(dp):
+            for size in _divisors_or_pinned(self.global_batch_size // dp, self.microbatch_size):
                 yield from self._layouts(tp, cp, pp, dp, ep, size)
 
     def meshes(self) -> Iterator[tuple[int, int, int, int, int]]:
@@ -168,12 +168,6 @@ class Space:
         # shorter ones gain nothing
         enough = self.pins.cp is not None or self.sequence_length >= cp * CONTEXT_TOKENS
         return enough and self.sequence_length % (2 * cp) == 0
-
-    def _microbatches(self, dp: int) -> list[int]:
-        """Return the microbatch sizes that divide the batch of a data-parallel rank, or the one
-        that is pinned.
-        """
-        return _divisors_or_pinned(self.global_batch_size // dp, self.microbatch_size)
 
     def _layouts(
         self, tp: int, cp: int, pp: int, dp: int, ep: int, size: int

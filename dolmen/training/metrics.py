@@ -25,7 +25,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import groupby
 from operator import itemgetter
@@ -119,14 +119,6 @@ first update that reads them is the next one.
 COLUMNS = ("step", "prompt", "completion", "reward", "tokens", "finished")
 
 
-def completion_table(rows: Completions) -> list[list[Any]]:
-    """Return sampled completions as rows of a table: step, prompt, completion, reward, tokens,
-    finished; None for a missing value. The step is moved from the start of the rollout iteration to
-    its first update.
-    """
-    return [[row["step"] + 1, *(row.get(name) for name in COLUMNS[1:])] for row in rows]
-
-
 def completion_as_markdown(row: Mapping[str, Any]) -> str:
     """Return a sampled completion as Markdown: reward, length and whether it is finished, then
     prompt and completion as code blocks, so that nothing in them is markup. `row`: of
@@ -143,18 +135,19 @@ def completion_as_markdown(row: Mapping[str, Any]) -> str:
 
 
 class TensorBoard:
-    """Writes metrics as TensorBoard events in `folder`; a run that resumes from `step` purges the
-    events of later steps.
-    """
+    """Writes metrics as TensorBoard events; a run that resumes purges those of later steps."""
 
     notice = ""
 
-    def __init__(self, folder: Path, step: int):
-        """Open a file of events in `folder`; events of steps after `step` > 0 are hidden."""
+    def __init__(self, run: "TrackedRun"):
+        """Open a file of events in the run's folder `tensorboard`; events of steps after the one
+        that it resumes from are hidden.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         # purge_step hides the events of steps that will be repeated
-        self.writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+        purge = run.step + 1 if run.step else None
+        self.writer = SummaryWriter(str(run.out / FOLDER), purge_step=purge)
 
     def write(self, row: Mapping[str, float]) -> None:
         """Write each metric of a row as a scalar at the row's step."""
@@ -339,8 +332,9 @@ class _TableTracker:
         """Log the sampled completions of each rollout iteration as a table, at the step of its
         first update.
         """
-        for step, data in _tables(rows):
-            table = self.table(columns=list(COLUMNS), data=data)
+        data = [[row["step"] + 1, *(row.get(name) for name in COLUMNS[1:])] for row in rows]
+        for step, group in groupby(data, key=itemgetter(0)):
+            table = self.table(columns=list(COLUMNS), data=list(group))
             self.run.log({"completions": table}, step=step)
 
 
@@ -411,13 +405,8 @@ class Trackio(_TableTracker):
         trackio.finish()  # of itself, the run would be finished once more as Python ends
 
 
-def _board(run: TrackedRun) -> Logger:
-    """Return a new TensorBoard writer for a run, into the folder `tensorboard` of the run."""
-    return TensorBoard(run.out / FOLDER, run.step)
-
-
 TRACKERS: dict[str, Callable[[TrackedRun], Logger]] = dict(
-    zip(TRACKER_NAMES, (_board, WandB, Trackio), strict=True)
+    zip(TRACKER_NAMES, (TensorBoard, WandB, Trackio), strict=True)
 )
 
 
@@ -504,12 +493,6 @@ class TrackerThread:
 def not_installed(names: Iterable[str]) -> list[str]:
     """Return those of the trackers, by package name, whose package is not installed."""
     return [name for name in names if find_spec(name) is None]
-
-
-def _tables(rows: Completions) -> Iterator[tuple[int, list[Any]]]:
-    """Yield (step of the first update, rows of a table of completions) per rollout iteration."""
-    for step, table in groupby(completion_table(rows), key=itemgetter(0)):
-        yield step, list(table)
 
 
 def _numbers(row: Mapping[str, float]) -> dict[str, float]:

@@ -230,12 +230,12 @@ def suggestion(name: str, known: Collection[str]) -> str:
         return _did_you_mean(options)
     if "train.steps" in known and (advice := _suggest_families((*equal, name), known)):
         return advice
+    lasts = {option: option.rpartition(".")[2] for option in known}
+    near = get_close_matches(last, {*lasts.values()}, n=1, cutoff=0.7)
     return _did_you_mean(
         get_close_matches(name, known, n=1, cutoff=0.75)
         or get_close_matches(last, [o for o in known if "." not in o], n=1, cutoff=0.7)
-        or [
-            o for near in _nearest_names(last, known) for o in known if o.rpartition(".")[2] == near
-        ]
+        or [option for option in known if lasts[option] in near]
     )
 
 
@@ -256,28 +256,18 @@ def meant_command(verb: str, argv: Sequence[str], stray: Collection[str]) -> str
         rest = [word for i, word in enumerate(argv) if i not in places]
         words = [*rest[: places[0]], "--prompt", text, *rest[places[0] :]]
     elif len(places) <= len(left) or left == ["data.path"]:  # which takes several
-        options = dict(zip(places, left, strict=False))
-        words = [w for i, word in enumerate(argv) for w in (*_option_words(options.get(i)), word)]
+        words = [*argv]
+        # from the last on, so that the places before stay where they are
+        for place, option in reversed([*zip(places, left, strict=False)]):
+            words.insert(place, f"--{option}")
     else:
         return ""
     return f"dolmen {verb} {shlex.join(words)}"
 
 
-def _option_words(name: str | None) -> tuple[str, ...]:
-    """Return ("--NAME",) for the name of an option, () for None."""
-    return () if name is None else (f"--{name}",)
-
-
 def _did_you_mean(options: Collection[str]) -> str:
     """Return "did you mean --A or --B?", or "" for no option."""
     return f"did you mean {' or '.join(f'--{option}' for option in options)}?" if options else ""
-
-
-def _nearest_names(last: str, known: Collection[str]) -> list[str]:
-    """Return [the last part of a known option's name (after the last dot) that is most similar to
-    `last`], or [] if none is close.
-    """
-    return get_close_matches(last, {option.rpartition(".")[2] for option in known}, n=1, cutoff=0.7)
 
 
 def _suggest_families(options: Collection[str], known: Collection[str]) -> str:

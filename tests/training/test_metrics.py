@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from dolmen.training import metrics
-from dolmen.training.metrics import MetricsFile, TensorBoard, plot, read_metrics
+from dolmen.training.metrics import MetricsFile, TensorBoard, TrackedRun, plot, read_metrics
 
 
 def row(step: int, **more) -> dict:
@@ -138,6 +138,10 @@ def test_the_running_mean():
     )
 
 
+def tracked(out, step):
+    return TrackedRun(out, "run", "0" * 16, step, {})
+
+
 def test_tensorboard_has_the_same_numbers_once(tmp_path, monkeypatch):
     """A resumed run purges what it does again. Its file is of a later second, as a run's is: of one
     second, the tenth file of a process would be read before the ninth.
@@ -148,11 +152,11 @@ def test_tensorboard_has_the_same_numbers_once(tmp_path, monkeypatch):
     clock = SimpleNamespace(time=count(1_800_000_000).__next__)
     monkeypatch.setattr(event_file_writer, "time", clock)
     for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        board = TensorBoard(tmp_path, start)
+        board = TensorBoard(tracked(tmp_path, start))
         for step in steps:
             board.write(row(step) | {"loss": float(step + 10 * start)})
         board.close()
-    events = EventAccumulator(str(tmp_path))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert set(events.Tags()["scalars"]) == {"loss", "lr", "tokens"}
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [
@@ -168,12 +172,12 @@ def test_tensorboard_has_completions_as_text(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     row = {"step": 3, "prompt": "Once\n# a title", "completion": "*upon*", "tokens": 2}
-    board = TensorBoard(tmp_path, 0)
+    board = TensorBoard(tracked(tmp_path, 0))
     board.write_completions(
         [{**row, "finished": True, "reward": 0.5}, {**row, "step": 7, "finished": False}]
     )
     board.close()
-    events = EventAccumulator(str(tmp_path))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     (tag,) = events.Tags()["tensors"]
     found = {e.step: e.tensor_proto.string_val[0].decode() for e in events.Tensors(tag)}

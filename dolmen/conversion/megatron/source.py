@@ -347,11 +347,8 @@ class Megatron(Joined):
         entries = names.weights(self.spec, self.checkpoint.version)
         if not self.moment:
             return entries
-        return {name: entry for name, entry in entries.items() if self._is_trained(entry)}
-
-    def _is_trained(self, entry: StoredTensor) -> bool:
-        """Return whether the entry's parameters are trained, and so have moments."""
-        return self.spec.params[entry.ours[0]].trained
+        params = self.spec.params
+        return {name: entry for name, entry in entries.items() if params[entry.ours[0]].trained}
 
     def _share(self, name: str) -> Share:
         """Return how tp ranks shard the tensor with this canonical name. Latent down-projections
