@@ -6,7 +6,7 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from dolmen.api.options import build_config, value_errors
 from dolmen.conversion import hf
 from dolmen.conversion.source import ModelSource, open_source
 from dolmen.conversion.weights import check_whole
+from dolmen.core.config import field_types
 from dolmen.core.mesh import SINGLE
 from dolmen.core.messages import brief, choices, message, plural
 from dolmen.data.tokenizer import PreTrainedTokenizer, load_tokenizer
@@ -29,7 +30,7 @@ from dolmen.recipes.overrides import plain
 from dolmen.serving import adapters as multi_lora
 from dolmen.serving import engine
 from dolmen.serving.adapters import Adapters
-from dolmen.serving.config import GenerateConfig
+from dolmen.serving.config import GenerateConfig, Sampling
 from dolmen.serving.generation import (
     EncodedPrompt,
     apply_generation_config,
@@ -49,34 +50,14 @@ Ids = Sequence[int] | torch.Tensor | np.ndarray
 PromptLike = str | Ids | Sequence[str] | Sequence[Ids]
 PARAMETERS = ("prompt", "max_new_tokens", "temperature", "seed", "batch", "adapter")
 """Parameters of `generate` that are not among these options."""
-
-
-class GenerationOptions(TypedDict, total=False):
-    """Further keywords of `generate`: the options of `dolmen generate`."""
-
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    logit_bias: Mapping[int, float]
-    """Token id -> value added to its logit; -inf forbids it."""
-    min_new_tokens: int | None
-    stop: str | Sequence[str]
-    """Text that ends a completion and is not part of it."""
-    num_samples: int
-    """Independent samples per prompt; more than 1 returns a list for each prompt."""
-    logprobs: Literal["raw", "processed"] | None
-    """Log-probabilities under the model's own distribution (raw, the default), or under the one
-    that was sampled from.
-    """
-    weights: Literal["stated", "int8"]
-    """int8: matrix products in 8 bits (W8A8), with a scale per output row and per token."""
-    compile: bool
-    """Compile decode steps with torch.compile, once per model and process."""
-    speculative: Mapping[str, Any]
-    """Speculative decoding, as {"method": "ngram"} or {"method": "draft", "model": FOLDER}."""
+OPTIONS = (
+    *(name for name in field_types(Sampling) if name not in PARAMETERS),
+    *("stop", "num_samples", "logprobs", "weights", "compile", "speculative"),
+)
+"""Further keywords of `generate`: options of `dolmen generate`, with the values that it takes.
+`logit_bias` may be a mapping of token ids to what is added to their logits, `speculative` one of
+its options.
+"""
 
 
 def build_generate_config(
@@ -84,7 +65,7 @@ def build_generate_config(
     max_new_tokens: int | None,
     temperature: float | None,
     seed: int,
-    options: GenerationOptions,
+    options: Mapping[str, Any],
     dtype: str | None = None,
 ) -> GenerateConfig:
     """Return the configuration of `dolmen generate` for keywords of the Python API: checked as far
@@ -93,12 +74,10 @@ def build_generate_config(
     """
     # Python callers get log-probabilities by default
     values: dict[str, Any] = {"logprobs": "raw", **options}
-    known = GenerationOptions.__annotations__
     for name in values:
-        # TypedDict keywords are not checked by Python
-        if name not in known:
-            option_names = [name.replace("_", "-") for name in (*PARAMETERS, *known)]
-            near = suggestion(name.replace("_", "-"), option_names) or choices(name, known)
+        if name not in OPTIONS:
+            option_names = [name.replace("_", "-") for name in (*PARAMETERS, *OPTIONS)]
+            near = suggestion(name.replace("_", "-"), option_names) or choices(name, OPTIONS)
             raise ValueError(f"unknown option {brief(name)}: {near}")
     if isinstance(values.get("stop"), str):
         values["stop"] = (values["stop"],)
@@ -160,14 +139,15 @@ class Model:
         *,
         batch: int = engine.AT_ONCE,
         adapter: str | None | Sequence[str | None] = None,
-        **options: Unpack[GenerationOptions],
+        **options: Any,
     ) -> Any:
         """Generate a completion of a prompt: return a `Generated`; with num_samples over 1 a list
         of them; for a list of prompts a list with such a value for each. A `Generated` has `text`,
         `tokens`, `logprobs` and `finish_reason`; as a string it is the prompt and the text. A
         prompt is a text, or its token ids; an empty text is the BOS token. At most `batch`
         sequences, of any lengths, are generated at once. `adapter` is the name of a LoRA adapter
-        that `load` was given, or a list with one for each prompt; None: the base model.
+        that `load` was given, or a list with one for each prompt; None: the base model. `options`
+        are those of `dolmen generate` in OPTIONS, such as top_p, stop, num_samples or logprobs.
 
         Options that are not set come from the model's generation_config.json (and are printed);
         otherwise decoding is greedy, for 64 tokens. Raises ValueError for an invalid prompt, for a
@@ -302,7 +282,7 @@ def generate(
     batch: int = engine.AT_ONCE,
     adapters: Mapping[str, str | Path] | None = None,
     adapter: str | None | Sequence[str | None] = None,
-    **options: Unpack[GenerationOptions],
+    **options: Any,
 ) -> Any:
     """Load the model `name` on the CPU and generate a completion of a prompt, or of each of several
     prompts, as `dolmen generate NAME --prompt PROMPT` does, in this process; returns what

@@ -260,7 +260,7 @@ def test_generate(material):
         ({"top_k": True}, "^top_k is True: it must be a whole number$"),
         ({"min_p": 2.0, "temperature": 1.0}, "use min_p of 0 to 1"),
         ({"stop": ""}, "stop is empty"),
-        ({"qqqq": 3}, "^unknown option 'qqqq': use one of top_k"),
+        ({"qqqq": 3}, "^unknown option 'qqqq': use one of min_new_tokens"),
         ({"max_tokens": 3}, "^unknown option 'max_tokens': did you mean max_new_tokens\\?$"),
         ({"batch": 1.5}, "^batch is 1.5: it must be a whole number$"),
     ):
