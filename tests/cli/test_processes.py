@@ -436,10 +436,10 @@ def test_nothing_is_left_in_the_temporary_folder(run, tmp_path, monkeypatch):
 @pytest.mark.parametrize("moment", ("before", "after"))
 def test_a_launcher_killed_while_workers_start_leaves_none(tmp_path, monkeypatch, moment):
     """Before a worker has asked the kernel to die with its launcher, and after: there is no moment
-    between.
+    between. `dolmen` asks it: else its exit would take ten minutes.
     """
     code = (
-        "time.sleep(1)"
+        "import atexit; atexit.register(time.sleep, 600); time.sleep(1)"
         if moment == "before"
         else "import dolmen.launch.process as p; p.die_with_launcher(); time.sleep(600)"
     )
