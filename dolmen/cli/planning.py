@@ -7,7 +7,7 @@ dolmen schedule search --costs measured.json
 """
 
 from collections.abc import Iterator
-from math import isfinite, prod
+from math import prod
 from pathlib import Path
 
 from dolmen.core.filesystem import expand
@@ -223,17 +223,11 @@ def search_schedule(
     microbatches and memory of the options (by default 4, 8, and what 1F1B needs). Return it, and
     the numbers of stages per rank that were tried: --virtual-stages, or 1 and 2. Raises ValueError.
     """
-    requested = {"pp": options.pp, "microbatches": options.microbatches}
-    requested["virtual-stages"] = options.virtual_stages
-    sizes = [d if a is None else a for a, d in zip(requested.values(), (4, 8, 1), strict=True)]
-    for name, value in zip(requested, sizes, strict=True):
-        if value < 1:
-            raise ValueError(f"--{name} ({value}) must be at least 1")
-    ranks, micros, chunks = sizes
+    ranks, micros = options.pp or 4, options.microbatches or 8
     # what 1F1B holds on its first rank
     memory = ranks if options.memory is None else options.memory
     # two chunks can shorten the bubble, more hardly do
-    widths = (1, 2) if options.virtual_stages is None else (chunks,)
+    widths = (options.virtual_stages,) if options.virtual_stages else (1, 2)
     return schedule_search.shortest_of(ranks, micros, widths, times, memory)
 
 
@@ -268,7 +262,7 @@ def build_schedule(options: ScheduleOptions) -> Schedule:
         else (4, 8, 2 if options.schedule in ("interleaved", "zero-bubble-v") else 1)
     )
     requested = (options.pp, options.microbatches, options.virtual_stages)
-    sizes = [d if a is None else a for a, d in zip(requested, default, strict=True)]
+    sizes = [a or d for a, d in zip(requested, default, strict=True)]
     # checked before the lists are built
     if prod(sizes) > MAX_FORWARDS:
         raise ValueError(
@@ -280,8 +274,7 @@ def build_schedule(options: ScheduleOptions) -> Schedule:
 
 def parse_cost(options: ScheduleOptions) -> Cost:
     """Return the times of forward, backward, input, weight and send actions that the options set.
-    Raises ValueError for a time that is not positive and finite (send may be 0), and for a changed
-    time in addition to --costs.
+    Raises ValueError for a changed time in addition to --costs.
     """
     cost = Cost(options.forward, options.backward, options.input, options.weight, options.send)
     # a time that is left at its default does not contradict --costs
@@ -289,11 +282,6 @@ def parse_cost(options: ScheduleOptions) -> Cost:
     for name, value in cost._asdict().items():
         if options.costs and value != default[name]:
             raise ValueError(f"--costs and --{name} both set times: use one of them")
-        if not isfinite(value) or value < 0 or value == 0 and name != "send":
-            raise ValueError(
-                f"--{name} ({value:g}) is not a valid time: use a number above 0"
-                + (", or 0" if name == "send" else "")
-            )
     return cost
 
 

@@ -17,17 +17,10 @@ from dolmen.parallel.schedule import SCHEDULES, Action, Schedule, from_file
 
 def make_schedule(name: str, ranks: int, micros: int, chunks: int = 1) -> Schedule:
     """Return the schedule called `name`, or read and check the one in the file of that name, for
-    `micros` microbatches a step on `ranks` pipeline ranks of `chunks` virtual stages. Raises
-    ValueError for an unknown name, numbers below 1 or that the schedule does not allow, or a file
-    that is invalid or for other numbers.
+    `micros` microbatches a step on `ranks` pipeline ranks of `chunks` virtual stages, all of them 1
+    or more. Raises ValueError for an unknown name, numbers that the schedule does not allow, or a
+    file that is invalid or for other numbers.
     """
-    for knob, value in (
-        ("layout.pp", ranks),
-        ("layout.virtual-stages", chunks),
-        ("microbatches per step", micros),
-    ):
-        if value < 1:
-            raise ValueError(f"{knob} ({value}) must be at least 1")
     if name in SCHEDULES:
         return SCHEDULES[name](ranks, micros, chunks)
     schedule = _file(name)

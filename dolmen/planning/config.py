@@ -4,7 +4,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dolmen.core.config import Below1, Mark, Name, Positive, ValueOptional, config
+from dolmen.core.config import (
+    AboveZero,
+    Below1,
+    Mark,
+    Name,
+    NonNegative,
+    Positive,
+    ValueOptional,
+    config,
+)
 from dolmen.planning.space import Pins
 from dolmen.training.config import RunConfig
 
@@ -177,11 +186,11 @@ class ScheduleOptions:
     """gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v, a .txt or .yaml file with one line of
     actions (F0 F1 B0 B1) per rank, or search, which finds such lists.
     """
-    pp: int | None = None
+    pp: Positive | None = None
     """Pipeline ranks. Default: 4; those of the file."""
-    microbatches: int | None = None
+    microbatches: Positive | None = None
     """Microbatches per step. Default: 8; those of the file."""
-    virtual_stages: int | None = None
+    virtual_stages: Positive | None = None
     """Chunks of layers per rank. Default: 1, or 2 where the schedule needs several; those of
     the file; search tries both.
     """
@@ -191,15 +200,15 @@ class ScheduleOptions:
     """
     list: bool = False
     """Print the actions of each rank, as a file would hold them."""
-    forward: float = 1
+    forward: AboveZero = 1
     """Time of a forward (F)."""
-    backward: float = 2
+    backward: AboveZero = 2
     """Time of a whole backward (B)."""
-    input: float = 1
+    input: AboveZero = 1
     """Time of the part of a backward that earlier stages wait for (I)."""
-    weight: float = 1
+    weight: AboveZero = 1
     """Time of the rest of it (W)."""
-    send: float = 0
+    send: NonNegative = 0
     """Time from the end of an action until another rank has its result."""
     costs: str | None = None
     """JSON file with these times instead (forward, backward, input, weight, send), each one number
