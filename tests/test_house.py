@@ -223,6 +223,18 @@ def test_what_is_refused_is_refused_without_asserts_too():
     assert_none(asserts_of_checks)
 
 
+def wide_digits(path: str) -> Iterator[str]:
+    r"""Places of strings with `\d`."""
+    for node in nodes(path):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and r"\d" in node.value:
+            yield f"{path}:{node.lineno}"
+
+
+def test_patterns_take_no_digits_of_other_scripts():
+    r"""`\d` has 650 of them besides [0-9], in names of files and tensors that anybody chooses."""
+    assert_none(wide_digits)
+
+
 def test_no_folder_has_the_name_of_a_function():
     """A package is a noun and a function a verb: importing a module must not put it in the place
     of `dolmen.train`.

@@ -33,12 +33,12 @@ SEAL = "seal"
 REPLACED = ".replaced"
 DAMAGED = ".damaged"
 KEPT = ".kept"
-FILE = re.compile(r"(state\.json|\.metadata(\.tmp)?|seal|__\d+_\d+\.distcp)(\.part|\.lock)?")
+FILE = re.compile(r"(state\.json|\.metadata(\.tmp)?|seal|__[0-9]+_[0-9]+\.distcp)(\.part|\.lock)?")
 """Files that a save writes, and a download (remote.py)."""
-FOLDER = re.compile(r"step-\d{8,}(\.replaced)?(\.partial)?|step-\d{8,}\.damaged(-\d+)?")
+FOLDER = re.compile(r"step-[0-9]{8,}(\.replaced)?(\.partial)?|step-[0-9]{8,}\.damaged(-[0-9]+)?")
 """Folders that saves and restarts make."""
-WHOLE = re.compile(r"step-(\d{8,})(\.replaced)?")
-UNFINISHED = re.compile(r"step-\d{8,}(\.replaced)?\.partial")
+WHOLE = re.compile(r"step-([0-9]{8,})(\.replaced)?")
+UNFINISHED = re.compile(r"step-[0-9]{8,}(\.replaced)?\.partial")
 
 
 class Damaged(Refused):

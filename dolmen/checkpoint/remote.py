@@ -45,12 +45,12 @@ from dolmen.core.messages import escape
 from dolmen.files import gate, storage, write
 from dolmen.files.storage import PARTIAL, RemoteFolder, StoredFile
 
-STEP = re.compile(r"step-(\d{8,})/([^/]+)")
+STEP = re.compile(r"step-([0-9]{8,})/([^/]+)")
 SET_ASIDE = f"{SEAL}.damaged"
 WRITERS = "writers"
 MOST_WRITERS = 100  # lines of that file that are kept
 LONGEST_JOB = 200  # characters
-STEP_URL = re.compile(r"(.+)/checkpoints/step-(\d{8,})/?")
+STEP_URL = re.compile(r"(.+)/checkpoints/step-([0-9]{8,})/?")
 
 
 class Superseded(ValueError):

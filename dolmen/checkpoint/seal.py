@@ -48,7 +48,7 @@ from dolmen.files import gate, kinds
 
 FORMAT = 2
 HEAD = f"dolmen checkpoint {FORMAT}, "
-NUMBER = rb"dolmen checkpoint (\d{1,9}), "
+NUMBER = rb"dolmen checkpoint ([0-9]{1,9}), "
 DIGEST = 64  # hexadecimal digits
 LARGEST = {SEAL: 2**28, STATE: kinds.STATE_JSON.size, METADATA: 2**32}
 """Bytes: over ten times what a run of 10,000 ranks writes."""

@@ -261,7 +261,7 @@ INSIDE = {
     "": "residual sum after the MLP",
 }
 OUTSIDE = {"embed": "embedding (and positions)", "final_norm": "final norm", "logits": "head"}
-LAYER = re.compile(r"layers\.(\d+)\.?(.*)")
+LAYER = re.compile(r"layers\.([0-9]+)\.?(.*)")
 
 # Behind layers.N: a parameter's module -> the tensor whose gradient, once known, gives its own.
 MADE_WITH = {

@@ -46,7 +46,7 @@ from dolmen.model.spec import (
 )
 
 PARAMS = "params.json"
-FILE = re.compile(r"consolidated\.(\d\d)\.pth")
+FILE = re.compile(r"consolidated\.([0-9][0-9])\.pth")
 KIND = Kind(
     typed_dict(
         {"dim": WIDTH, "n_layers": LAYERS, "n_heads": HEADS, "norm_eps": NonNegative},

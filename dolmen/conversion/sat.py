@@ -28,9 +28,9 @@ from dolmen.families.rules import Split, StoredTensor
 from dolmen.files import gate, torch_files
 from dolmen.files.safetensors import Spec, Stored
 
-RANK = re.compile(r"mp_rank_(\d{2,4})_model_states\.pt")
+RANK = re.compile(r"mp_rank_([0-9]{2,4})_model_states\.pt")
 LATEST = "latest"
-ITERATION = re.compile(r"\d{1,12}")
+ITERATION = re.compile(r"[0-9]{1,12}")
 FAMILY = "glm-130b"
 
 

@@ -71,7 +71,7 @@ def check(folder: Path) -> None:
 T = TypeVar("T")
 Advance = Callable[[int], None]
 """Reports that so many more tensors are done."""
-LAYER = re.compile(r"layers\.(\d+)\.")
+LAYER = re.compile(r"layers\.([0-9]+)\.")
 MOST = 4
 """Threads, unless more are requested: each holds one tensor, and they share one disk."""
 

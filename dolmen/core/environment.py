@@ -93,7 +93,7 @@ def _tasks_here(env: Mapping[str, str]) -> tuple[int, str]:
         return _positive(env, "SLURM_NTASKS_PER_NODE"), "SLURM_NTASKS_PER_NODE"
     counts: list[tuple[int, int]] = []  # (tasks, of so many machines)
     for part in env[name].split(","):
-        match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,9})\))?", part.strip())
+        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part.strip())
         if not match or not int(match[1]):
             raise ValueError(_error_text(env, name, "it must be like 4, 4(x2) or 4,3"))
         counts.append((int(match[1]), int(match[2] or 1)))
@@ -109,7 +109,7 @@ def _rendezvous(env: Mapping[str, str]) -> str:
     and a port in 20000-29999 derived from job and step. Raises ValueError for a list that begins
     with no machine's name.
     """
-    host = re.match(r"([^,\[]+)(?:\[(\d+))?", env["SLURM_STEP_NODELIST"])
+    host = re.match(r"([^,\[]+)(?:\[([0-9]+))?", env["SLURM_STEP_NODELIST"])
     if not host:
         raise ValueError(
             _error_text(env, "SLURM_STEP_NODELIST", "it must begin with a machine's name")

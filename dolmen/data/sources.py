@@ -215,7 +215,7 @@ def parse_weight(entry: str, option: str) -> tuple[str, Fraction | None]:
     """Split `0.3:path` into path and 3/10; the weight is None where there is none. Raises
     ValueError for a weight of 0.
     """
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+):(.+)", entry)
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+):(.+)", entry)
     # a file may be named "0.5:x"
     if not match or Path(entry).exists():
         return entry, None

@@ -136,8 +136,8 @@ def write_index(
 
 def identity_of(file: TextFile) -> list:
     """Return [path, bytes, modification time, change time] of a file, times in ns, by which changed
-    content is noticed without reading it. An object at a URL has no change time: one that changes
-    later is noticed as it is read.
+    content is noticed without reading it. An object at a URL has no change time: a change shows in
+    its size, and in its ETag or time (StoredFile), as it is when the run's sources are resolved.
     """
     if isinstance(file, RemoteFile):
         return [file.url, file.stored.size, file.stored.changed, 0]
@@ -160,7 +160,7 @@ def digest_of(index: Mapping[str, Any]) -> str:
 
 
 MARK = ".dolmen-is-building"
-NAMES = re.compile(r"([0-9a-f]{32}|bpe-\d+-[0-9a-f]{24})\.(lock|[a-z0-9_]{8})")  # of ours alone
+NAMES = re.compile(r"([0-9a-f]{32}|bpe-[0-9]+-[0-9a-f]{24})\.(lock|[a-z0-9_]{8})")  # of ours alone
 
 
 @contextmanager

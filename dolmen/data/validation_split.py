@@ -146,7 +146,9 @@ def split_of(text: str, count: int) -> list[tuple[int, int]]:
     nothing is trained on.
     """
     words = [word for word in re.split(r"[,\s/]+", text.strip()) if word]
-    if not 1 <= len(words) <= 3 or not all(re.fullmatch(r"\d+\.?\d*|\.\d+", w) for w in words):
+    if not 1 <= len(words) <= 3 or not all(
+        re.fullmatch(r"[0-9]+\.?[0-9]*|\.[0-9]+", w) for w in words
+    ):
         raise ValueError(
             f"data.split is {text!r}: it must be the ratio of training, validation and test "
             "data, such as 969,30,1"

@@ -137,7 +137,7 @@ CHATGLM = Family(
     },
     harmless="prefix_projection",
     extra_fields={**BESIDE, "position_encoding_2d": True},
-    ignored=(r"transformer\.layers\.\d+\.attention\.rotary_emb\.inv_freq",),
+    ignored=(r"transformer\.layers\.[0-9]+\.attention\.rotary_emb\.inv_freq",),
     remote_code=("configuration_chatglm", "modeling_chatglm", "tokenization_chatglm"),
 )
 

@@ -219,7 +219,7 @@ FALCON = Family(
     only={"apply_residual_connection_post_layernorm": (False, None)},
     harmless="hidden_dropout",
     extra_fields={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
-    ignored=(r"transformer\.h\.\d+\.self_attention\.rotary_emb\.inv_freq",),
+    ignored=(r"transformer\.h\.[0-9]+\.self_attention\.rotary_emb\.inv_freq",),
     remote_code=("configuration_falcon", "modeling_falcon"),
     prefix="transformer.",
 )

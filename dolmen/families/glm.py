@@ -372,7 +372,7 @@ GLM_130B = Family(
     extra_fields=BESIDE,
     # of the checkpoint's two layouts: SAT's own mixins, and those of its port
     ignored=(
-        r"transformer\.layers\.\d+\.attention\.rotary_emb\.inv_freq",
+        r"transformer\.layers\.[0-9]+\.attention\.rotary_emb\.inv_freq",
         r"mixins\.rotary-embedding\.rotary_emb\.inv_freq",
     ),
 )

@@ -35,7 +35,7 @@ HARMLESS = (
 )
 BESIDE = {**BESIDE, **dict.fromkeys(DROPOUT, 0.0)}
 LAYER, OURS = "transformer.h.{}.", "layers.{}."
-IGNORED = (r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",)
+IGNORED = (r"transformer\.h\.[0-9]+\.attn\.(bias|masked_bias)",)
 
 
 def gpt2_like_rules(layer: Sequence[Rule], first: str = "attn_norm") -> list[Rule]:

@@ -140,7 +140,7 @@ GPT_NEO = Family(
     fields=GPT_NEO_FIELDS,
     harmless=f"{gpt2.HARMLESS} resid_dropout embed_dropout classifier_dropout",
     extra_fields={**BESIDE, **dict.fromkeys(DROPOUT, 0.0)},
-    ignored=(r"transformer\.h\.\d+\.attn\.attention\.(bias|masked_bias)",),
+    ignored=(r"transformer\.h\.[0-9]+\.attn\.attention\.(bias|masked_bias)",),
     prefix="transformer.",
 )
 
@@ -225,7 +225,7 @@ GPT_NEOX = Family(
     fields=GPT_NEOX_FIELDS,
     harmless="hidden_dropout classifier_dropout hidden_dropout_prob attention_probs_dropout_prob",
     extra_fields={**BESIDE, "hidden_dropout": 0.0, "attention_dropout": 0.0},
-    ignored=(r"gpt_neox\.layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+    ignored=(r"gpt_neox\.layers\.[0-9]+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
     prefix="gpt_neox.",
 )
 
@@ -346,6 +346,6 @@ CODEGEN = Family(
     only=GPTJ.only,
     harmless=gpt2.HARMLESS,
     extra_fields=gpt2.BESIDE,
-    ignored=(*gpt2.IGNORED, r"transformer\.h\.\d+\.attn\.causal_mask"),
+    ignored=(*gpt2.IGNORED, r"transformer\.h\.[0-9]+\.attn\.causal_mask"),
     prefix="transformer.",
 )

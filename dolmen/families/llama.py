@@ -17,7 +17,10 @@ from dolmen.model.spec.attention import NormOf
 # Rope is the rotate-half layout in transformers and here: q and k rows are never permuted.
 
 LAYER, OURS = "model.layers.{}.", "layers.{}."
-IGNORED = (r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"model\.rotary_emb\.inv_freq")
+IGNORED = (
+    r"model\.layers\.[0-9]+\.self_attn\.rotary_emb\.inv_freq",
+    r"model\.rotary_emb\.inv_freq",
+)
 NORMS = {"input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm"}
 MLP_NAMES = {f"{name}_proj": name for name in ("gate", "up", "down")}  # of a feed-forward layer
 EPS = "rms_norm_eps"

@@ -127,7 +127,7 @@ INTERNLM2 = Family(
     # attn_implementation selects how its own code computes the same
     harmless="attn_implementation",
     extra_fields=llama.BESIDE,
-    ignored=(r"model\.layers\.\d+\.attention\.rotary_emb\.inv_freq",),
+    ignored=(r"model\.layers\.[0-9]+\.attention\.rotary_emb\.inv_freq",),
     remote_code=(
         "configuration_internlm2",
         "modeling_internlm2",

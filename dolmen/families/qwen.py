@@ -177,7 +177,7 @@ QWEN = Family(
     ),
     extra_fields={**BESIDE, "attn_dropout_prob": 0.0, "emb_dropout_prob": 0.0},
     ignored=(
-        r"transformer\.h\.\d+\.attn\.(bias|masked_bias|rotary_emb\.inv_freq)",
+        r"transformer\.h\.[0-9]+\.attn\.(bias|masked_bias|rotary_emb\.inv_freq)",
         r"transformer\.rotary_emb\.inv_freq",
     ),
     remote_code=("configuration_qwen", "modeling_qwen", "tokenization_qwen"),

@@ -95,7 +95,7 @@ def inline_svg(title: str, paint: Callable[..., None], *values: object) -> str:
     body = re.sub(r'<g id="([^"]* [^"]*)">', r"<g><title>\1</title>", body)
     body = re.sub(r'<g id="[^"]*">', "<g>", body)
     # a tenth of a point is enough, and halves a picture of many boxes
-    body = re.sub(r' [dxy]="[^"]*"', lambda at: re.sub(r"(\.\d)\d+", r"\1", at[0]), body)
+    body = re.sub(r' [dxy]="[^"]*"', lambda at: re.sub(r"(\.[0-9])[0-9]+", r"\1", at[0]), body)
     body = re.sub(r' transform="rotate\(-0 [^"]*"', "", body)
     # the page has the typeface, as a reader's machine may lack ours
     body = body.replace("font-family: 'DejaVu Sans', sans-serif; ", "")

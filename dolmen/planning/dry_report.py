@@ -98,7 +98,7 @@ def _flops_by_module(ledger: Ledger) -> dict[str, int]:
     for row in ledger.rows:
         if row.flops:
             # all layers are one row
-            name = re.sub(r"^layers\.\d+", "layers", row.module) or "head"
+            name = re.sub(r"^layers\.[0-9]+", "layers", row.module) or "head"
             flops[".".join(name.split(".")[:2])] += row.flops * row.times
     return {**flops, "in all": ledger.flops}
 

@@ -36,8 +36,8 @@ from dolmen.parallel.schedule import Schedule
 from dolmen.rl import generation
 from dolmen.rl.function_worker import LARGEST, FunctionWorker, check_function_name
 
-NUMERIC = re.compile(r"\d+\.?\d*|\.\d+")
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+NUMERIC = re.compile(r"[0-9]+\.?[0-9]*|\.[0-9]+")
+NUMBER = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?")
 VOWELS = frozenset("aeiouAEIOU")
 
 

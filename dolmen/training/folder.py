@@ -71,7 +71,7 @@ TOKENIZER = (
     r"(tokenizer(_config)?|special_tokens_map|added_tokens|vocab|chat_template)\.json|merges\.txt"
     r"|vocab\.txt|tokenizer\.model|chat_template\.jinja"
 )
-MODEL = r"(generation_)?config\.json|model(-\d+-of-\d+)?\.safetensors(\.index\.json)?"
+MODEL = r"(generation_)?config\.json|model(-[0-9]+-of-[0-9]+)?\.safetensors(\.index\.json)?"
 CHECKPOINT = folders.FOLDER.pattern
 EXPORTING = r"\.hf\.[a-z0-9_]{8}"
 
@@ -92,7 +92,7 @@ class FileForm:
 
 FORMS = {
     "config.yaml": FileForm(r"config\.yaml(\.part)?"),
-    "metrics.jsonl": FileForm(r"metrics\.(jsonl(\.part)?|part|damaged(-\d+)?\.jsonl)"),
+    "metrics.jsonl": FileForm(r"metrics\.(jsonl(\.part)?|part|damaged(-[0-9]+)?\.jsonl)"),
     "receipts.jsonl": FileForm(r"receipts\.jsonl(\.part)?"),
     "history.jsonl": FileForm(r"history\.jsonl(\.part)?"),
     "samples.jsonl": FileForm(r"samples\.jsonl(\.part)?"),
@@ -110,14 +110,14 @@ FORMS = {
         rf"(hf|{EXPORTING}/model)/({TOKENIZER}|{MODEL})", rf"hf|{EXPORTING}(/model)?", "files"
     ),
     "profile": FileForm(
-        r"profile/step-\d+/(trace-rank-\d+\.json\.gz|table\.(txt|json)|picture-rank-\d+\.png)"
+        r"profile/step-[0-9]+/(trace-rank-[0-9]+\.json\.gz|table\.(txt|json)|picture-rank-[0-9]+\.png)"
         r"(\.part)?",
-        r"profile(/step-\d+)?",
+        r"profile(/step-[0-9]+)?",
     ),
     "rollouts": FileForm(
-        r"rollouts/(\d{8}\.(safetensors|jsonl)(\.part)?|completions\.jsonl)", "rollouts"
+        r"rollouts/([0-9]{8}\.(safetensors|jsonl)(\.part)?|completions\.jsonl)", "rollouts"
     ),
-    "hang": FileForm(r"hang/rank-\d+\.((json|txt)(\.part)?|part)", "hang", "not"),
+    "hang": FileForm(r"hang/rank-[0-9]+\.((json|txt)(\.part)?|part)", "hang", "not"),
     LIST: FileForm(r"\.dolmen(\.part)?", list_kind="not"),
     LOCK: FileForm(r"\.dolmen-lock", list_kind="not"),
     OWNER: FileForm(r"\.overwritten-by(\.part)?", list_kind="not"),

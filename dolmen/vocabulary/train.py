@@ -240,12 +240,12 @@ def _explain_error(config: VocabTrainConfig, error: str) -> str:
     if the error names one; for any other error, its own text.
     """
     # sentencepiece's own message names the possible size
-    if match := re.search(r"value <= (\d+)", error):
+    if match := re.search(r"value <= ([0-9]+)", error):
         return (
             f"--size is {config.size:,}, but the text has only {int(match[1]):,} pieces: use "
             f"--size {match[1]} or less, or more text"
         )
-    if match := re.search(r"required_chars. \d+ vs (\d+)", error):
+    if match := re.search(r"required_chars. [0-9]+ vs ([0-9]+)", error):
         return (
             f"--size is {config.size:,}, but single bytes and characters of the text need "
             f"{int(match[1]):,}: use a larger --size"

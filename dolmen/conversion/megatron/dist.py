@@ -51,22 +51,24 @@ MARKER, BACKEND = "metadata.json", "torch_dist"
 COMMON, COMMON_ENTRY = "common.pt", "common_state/shard_0_1"
 # Of tensors, what is no parameter.
 BESIDE = re.compile(
-    r"(?:chained_\d+\.)?optimizer\..*|rng_state.*|rerun_state_machine.*|.*_extra_state.*"
+    r"(?:chained_[0-9]+\.)?optimizer\..*|rng_state.*|rerun_state_machine.*|.*_extra_state.*"
 )
 STATE = re.compile(
-    r"(?:chained_\d{1,6}\.)?optimizer\.state\.(?P<kind>exp_avg_sq|exp_avg|param|fp32_param)\."
+    r"(?:chained_[0-9]{1,6}\.)?optimizer\.state\.(?P<kind>exp_avg_sq|exp_avg|param|fp32_param)\."
     r"(?P<key>.+)"
 )
 KIND = {"fp32_param": "param"}
 """Other name of fp32 masters: in older checkpoints, and in those without a distributed
 optimizer.
 """
-SHARD = re.compile(r"(?P<module>.+\.)_extra_state/shard_(?P<at>\d{1,6}(?:\.\d{1,6}){0,3})_[\d.]+")
+SHARD = re.compile(
+    r"(?P<module>.+\.)_extra_state/shard_(?P<at>[0-9]{1,6}(?:\.[0-9]{1,6}){0,3})_[0-9.]+"
+)
 """Name of an `_extra_state`: its module, its index in a stack, and the stack's size."""
-FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\..*")
-LAYERED = re.compile(r"(?P<start>decoder\.layers\.)(?:(?P<layer>\d{1,6})\.)?(?P<rest>\D.*)")
+FLAT = re.compile(r"(?:chained_[0-9]+\.)?optimizer\.distributed\..*")
+LAYERED = re.compile(r"(?P<start>decoder\.layers\.)(?:(?P<layer>[0-9]{1,6})\.)?(?P<rest>\D.*)")
 EXPERTS = re.compile(
-    r"mlp\.experts\.experts\.(?:(?P<expert>\d{1,6})\.)?(?P<rest>linear_fc[12]\.\w+)"
+    r"mlp\.experts\.experts\.(?:(?P<expert>[0-9]{1,6})\.)?(?P<rest>linear_fc[12]\.\w+)"
 )
 
 

@@ -246,7 +246,7 @@ class ExportPlan:
                 for i, local_name in enumerate(place.names, first):
                     # linear_fc1.weight3 -> linear_fc1._extra_state: one for all experts of the
                     # module
-                    state = re.sub(r"weight\d*$", "_extra_state", local_name)
+                    state = re.sub(r"weight[0-9]*$", "_extra_state", local_name)
                     scalings.setdefault(state, []).extend(known[i : i + 1])
         if pp == self.ranks.pp - 1:
             scalings[f"{self._key(self.ranks.virtual_stages - 1)}.output_layer._extra_state"] = []

@@ -18,7 +18,7 @@ from dolmen.files import gate
 TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 WEIGHTS = ("model_optim_rng.pt", "model_rng.pt")
-RANK = re.compile(r"mp_rank_(\d{2,4})(?:_(\d{3,5}))?(?:_(\d{3,5}))?")
+RANK = re.compile(r"mp_rank_([0-9]{2,4})(?:_([0-9]{3,5}))?(?:_([0-9]{3,5}))?")
 
 
 def is_megatron(folder: Path) -> bool:
@@ -35,7 +35,7 @@ def newest(folder: Path) -> Path:
     if ranks(folder) or not (folder / TRACKER).is_file():
         return folder
     text = gate.read_text(folder / TRACKER, 64).strip()
-    if text != RELEASE and not re.fullmatch(r"\d{1,12}", text):
+    if text != RELEASE and not re.fullmatch(r"[0-9]{1,12}", text):
         raise gate.refuse(
             folder / TRACKER, f"contains {text!r}: it must be a step number or {RELEASE}"
         )

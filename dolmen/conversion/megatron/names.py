@@ -265,10 +265,12 @@ WITHIN = (
     (r"(?:mlp\.dense_4h_to_h\.|layernorm_mlp\.fc2_|mlp\.3\.basic_ops\.0\.)", "mlp.linear_fc2."),
 )
 EXPERT = re.compile(
-    r"mlp\.experts\.(?:local_experts\.(?P<local>\d+)\.(?P<one>linear_fc[12])\.(?P<kind>weight|bias)"
-    r"|(?P<all>linear_fc[12])\.(?P<of>weight|bias)(?P<grouped>\d+))"
+    r"mlp\.experts\.(?:local_experts\.(?P<local>[0-9]+)\.(?P<one>linear_fc[12])\.(?P<kind>weight|bias)"
+    r"|(?P<all>linear_fc[12])\.(?P<of>weight|bias)(?P<grouped>[0-9]+))"
 )
-IGNORED = re.compile(r"(?:.*\.)?(?:_extra_state|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq)\d*")
+IGNORED = re.compile(
+    r"(?:.*\.)?(?:_extra_state|rotary_pos_emb\.inv_freq|rotary_emb\.inv_freq)[0-9]*"
+)
 
 
 @dataclass(frozen=True)
@@ -297,7 +299,7 @@ def canonical(stored: str) -> Name | None:
         return None
     # first the part outside of the layer, then the part inside
     name = _first(ENDS, stored)
-    layer = re.fullmatch(r"(decoder\.layers\.)(\d{1,6})\.(.+)", name)
+    layer = re.fullmatch(r"(decoder\.layers\.)([0-9]{1,6})\.(.+)", name)
     if layer is None:
         return Name("", None, name)
     start, number, rest = layer.groups()

@@ -100,7 +100,7 @@ def write_extra_state(products: Iterable[Scaling]) -> bytes:
     return dump_bytes({**named, "extra_fp8_variables": {"num_gemms": len(products)}})
 
 
-STATE = re.compile(r"(?P<module>.+\.)_extra_state(?P<number>\d{0,6})")
+STATE = re.compile(r"(?P<module>.+\.)_extra_state(?P<number>[0-9]{0,6})")
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from dolmen.families.rules import StoredTensor
 from dolmen.files import gate, torch_files
 from dolmen.files.safetensors import Spec, Stored
 
-CHUNK = re.compile(r"model(\d{0,4})")
+CHUNK = re.compile(r"model([0-9]{0,4})")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -210,7 +210,7 @@ def row_parallel(out: int, inp: int, bias: bool, cut: ShardSpec, std_scale: floa
     return params
 
 
-LAYER = re.compile(r"layers\.(\d+)\.(?:attn|mlp)\..*weight")
+LAYER = re.compile(r"layers\.([0-9]+)\.(?:attn|mlp)\..*weight")
 
 
 def mark_fp8(params: ParamSpecs, layers: int, recipe: Fp8) -> ParamSpecs:
