@@ -182,7 +182,8 @@ class Mixture:
         for row, source, start in self.places(first, count):
             part = self.parts[source]
             if part.offsets is None:
-                lines[row] = f"{part.name}: tokens from {start}"
+                # after the last token of the stream comes the first
+                lines[row] = f"{part.name}: tokens from {start % len(part.stream)}"
                 continue
             spans = []
             for _, begin, end in part.stream.places(start, self.sequence_length + 1):

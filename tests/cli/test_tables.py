@@ -3,7 +3,7 @@ columns of numbers are aligned on the right.
 """
 
 import math
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dolmen.cli import listings, planning
+from dolmen.cli.parse import WIDTH, Option, OptionGroup, full_help
 from dolmen.comparison import diff
 from dolmen.comparison.compare import TensorComparison
+from dolmen.core.config import Mark
 from dolmen.evaluation import tasks, verify
 from dolmen.parallel.simulation import make_schedule, simulate
 from dolmen.recipes import RECIPES
@@ -277,3 +279,35 @@ def test_the_next_command_is_that_of_the_run(tmp_path, more, command):
     assert finish._next(made, tmp_path) == f"dolmen export {tmp_path} --to model/"
     (tmp_path / "hf").mkdir()
     assert finish._next(made, tmp_path) == command.format(hf=tmp_path / "hf")
+
+
+def test_help_says_all_that_is_known_of_a_verb():
+    """Usage, each paragraph of the description, then each option with its text and default."""
+    place = Option("model", str, "Folder of the model.", MISSING, (Mark.POSITIONAL,))
+    top = Option("top", int, "How many " + "words " * 30 + "are shown.", 5)
+    deep = Option("layout.tp", int, "Ranks of tensor parallelism.", 1)
+    switch = Option("layout.sequence-parallel", bool, "Shard the stream.", True)
+    about = "First paragraph.\n\n    dolmen verb  an example\n\nLast " + "paragraph " * 20
+    shown = full_help(
+        "verb",
+        about,
+        [OptionGroup("", "", (place, top)), OptionGroup("layout", "Axes.", (deep, switch))],
+    )
+    lines = shown.splitlines()
+    assert lines[:5] == [
+        "usage: dolmen verb [OPTIONS] MODEL",
+        "",
+        "First paragraph.",
+        "",
+        "    dolmen verb  an example",
+    ]
+    assert max(map(len, lines)) <= WIDTH and " ".join(shown.split()).count("paragraph") == 21
+    assert shown.count("Folder of the model.") == 1 and "  MODEL" in lines
+    joined = " ".join(shown.split())
+    assert "words " * 30 + "are shown." in joined
+    at = [lines.index(f"  {name}") for name in ("MODEL", "-h, --help")]
+    titles = ("--top", "layout options: Axes.", "--layout.tp")
+    at += [next(i for i, line in enumerate(lines) if name in line) for name in titles]
+    assert at == sorted(at) and "--model" not in shown
+    assert "are shown. (default: 5)" in joined and "parallelism. (default: 1)" in joined
+    assert "model. (required)" in joined and "--layout.sequence-parallel, --layout.no-seq" in joined

@@ -155,3 +155,29 @@ def test_the_seed_decides_the_order():
     for one, other in ((0, 1), (0, 2), (1, 2)):
         # two random orders of 222 windows have one in the same place on average
         assert (orders[one] == orders[other]).sum() < 8
+
+
+@pytest.mark.parametrize("gap", (False, True))
+def test_documents_of_a_sample_are_those_that_its_tokens_are_of(gap):
+    """A token is the number of its document; with a gap, the stream leaves two documents out."""
+    lengths = [3, 8, 1, 1, 14, 2, 5, 9]
+    tokens = np.repeat(np.arange(len(lengths)), lengths)
+    offsets = np.cumsum([0, *lengths])
+    starts, stops = (offsets[[0, 4]], offsets[[2, 8]]) if gap else (offsets[:1], offsets[-1:])
+    stream = TokenStream.from_ranges(tokens, np.array(starts), np.array(stops))
+    mixed = Mixture([Part("a", Fraction(1), stream, offsets), part("b", 50, 1)], 6, seed=0)
+    windows, lines = mixed.windows(0, 14), mixed.documents(0, 14)
+    spans = 0
+    for window, line in zip(windows, lines, strict=True):
+        if line.startswith("b"):
+            assert line == f"b: tokens from {window[0]}"
+            continue
+        name, _, found = line.partition(": documents ")
+        named = [
+            document
+            for span in found.split(", ")
+            for document in range(int(span.split("..")[0]), int(span.split("..")[-1]) + 1)
+        ]
+        spans += found.count(",")
+        assert name == "a" and sorted(named) == sorted({*window.tolist()})
+    assert spans > 1 or not gap
