@@ -80,11 +80,12 @@ def test_two_runs_in_one_folder(material, run):
     "damage",
     (
         "a shard is gone",
-        "a shard is short",
         "numbers are changed",
-        "no metadata",
-        "state.json is cut",
         "state.json is a list",
+        # without a command: tests/checkpoint/test_damage.py
+        pytest.param("a shard is short", marks=pytest.mark.full),
+        pytest.param("no metadata", marks=pytest.mark.full),
+        pytest.param("state.json is cut", marks=pytest.mark.full),
     ),
 )
 def test_a_damaged_newest_checkpoint_is_refused_before_the_start(run, damage):

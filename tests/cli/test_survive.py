@@ -345,8 +345,15 @@ def test_nothing_saved_yet_starts_again(worker, material, run, whole):
     )
 
 
+def mostly_full(short: tuple[str, ...], full: tuple[str, ...]) -> list:
+    """Damages of which the latter are of the full tier: tests/checkpoint/test_damage.py has them
+    without a command.
+    """
+    return [*short, *(pytest.param(damage, marks=pytest.mark.full) for damage in full)]
+
+
 @pytest.mark.parametrize(
-    "damage", ("a bit", "short", "state", "a number", "metadata", "a flip", "seal")
+    "damage", mostly_full(("a bit", "a number", "seal"), ("short", "state", "metadata", "a flip"))
 )
 def test_a_restart_falls_back_to_an_older_checkpoint(worker, material, run, whole, damage):
     newest = run / "checkpoints" / "step-00000012"

@@ -130,12 +130,12 @@ def test_time_between_runs_counts_for_restarts_alone(material, tmp_path, clock):
     assert again.goodput == longer.goodput
 
 
-@pytest.mark.parametrize("content", ("", "{}", '{"until": -1}', "[" * 99))
-def test_a_damaged_file_ends_no_run(material, tmp_path, clock, content):
+def test_a_damaged_file_ends_no_run(material, tmp_path, clock):
     train(material, tmp_path / "run", clock, StartMode())
-    (tmp_path / "run" / goodput.FILE).write_text(content)
-    outcome = train(material, tmp_path / "run", clock, StartMode(True, restarted=True))
-    assert outcome.steps == 12
+    for content in ("", "{}", '{"until": -1}', "[" * 99):
+        (tmp_path / "run" / goodput.FILE).write_text(content)
+        outcome = train(material, tmp_path / "run", clock, StartMode(True, restarted=True))
+        assert outcome.steps == 12, content
 
 
 def test_the_slowest_rank_is_named_with_what_it_delays():

@@ -197,20 +197,28 @@ def test_bfloat16_is_bfloat16_over_fp32_masters(spawned, material):
     assert got != want
 
 
+@pytest.fixture(scope="module")
+def judged_alone(material, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("judged")
+    judged(material, folder, "one")
+    return folder
+
+
 @pytest.mark.parametrize("name", JUDGED)
-def test_samples_are_those_of_one_process(spawned, material, name, tmp_path):
+def test_samples_are_those_of_one_process(spawned, name, judged_alone):
     """Of layouts that no text can be written in, at each step with the weights of that step."""
-    judged(material, tmp_path, "one")
     got, want = (
         [(row["step"], row["prompt"], row["text"]) for row in Tail(file, kinds.SAMPLE_ROW).read()]
         for file in (
             spawned / f"judged-{name}" / "samples.jsonl",
-            tmp_path / "judged-one" / "samples.jsonl",
+            judged_alone / "judged-one" / "samples.jsonl",
         )
     )
     assert got == want and len(want) == 4
     assert want[0][2] != want[2][2], "or the weights of one step are those of the other"
-    pairs = zip(losses(spawned / f"judged-{name}"), losses(tmp_path / "judged-one"), strict=True)
+    pairs = zip(
+        losses(spawned / f"judged-{name}"), losses(judged_alone / "judged-one"), strict=True
+    )
     for (_, loss, _), (_, wanted, _) in pairs:
         assert abs(loss / wanted - 1) < 1e-6
 
