@@ -4,6 +4,7 @@ columns of numbers are aligned on the right.
 
 import math
 from dataclasses import MISSING, fields
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -311,3 +312,12 @@ def test_help_says_all_that_is_known_of_a_verb():
     assert at == sorted(at) and "--model" not in shown
     assert "are shown. (default: 5)" in joined and "parallelism. (default: 1)" in joined
     assert "model. (required)" in joined and "--layout.sequence-parallel, --layout.no-seq" in joined
+
+
+def test_a_measured_machine_is_named_with_its_file(monkeypatch, capsys):
+    from dolmen.planning import measure
+
+    monkeypatch.setattr(planning, "measured_at", lambda: Path("here"))
+    monkeypatch.setattr(measure, "measure", lambda folder: folder / "local.yaml")
+    assert planning.measure_local_cluster() == 0
+    assert capsys.readouterr().out == ("wrote here/local.yaml: dolmen plan MODEL --cluster local\n")

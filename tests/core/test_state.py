@@ -176,3 +176,20 @@ def test_one_process_needs_no_grid():
         state.local(module.columns) is module.columns
         and state.replication_weight(module.columns) == 1
     )
+
+
+@pytest.mark.parametrize("shape", ((40, 16), (3, 20, 16), (70,)))
+def test_a_value_follows_from_seed_name_and_block_alone(monkeypatch, shape):
+    """Rows of a block from a generator of their own, seeded by all three in this order, of each of
+    stacked matrices by its own name.
+    """
+    monkeypatch.setattr(state, "BLOCK", 64)
+    p = torch.empty(shape)
+    state.fill_uniform(p, "a.weight", 7, 2.0)
+    matrices = [("a.weight", p)] if len(shape) < 3 else [(f"a.weight.{i}", p[i]) for i in range(3)]
+    for name, matrix in matrices:
+        rows = 64 // (16 if matrix.ndim == 2 else 1)
+        for block, found in enumerate(matrix.split(rows)):
+            generator = torch.Generator().manual_seed(state.seed_of(7, name, block))
+            want = torch.empty(found.shape).uniform_(-2, 2, generator=generator)
+            assert torch.equal(found, want)
