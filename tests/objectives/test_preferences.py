@@ -13,6 +13,7 @@ from dolmen.objectives.preference import (
     KTO,
     REFERENCE,
     ReferenceFreePreference,
+    dpo,
     kto,
     orpo,
     simpo,
@@ -111,3 +112,17 @@ def test_every_objective_of_preferences_checks_its_beta(beta):
     for make in (DPO, KTO, partial(ReferenceFreePreference, "orpo")):
         with pytest.raises(ValueError, match=f"beta is {beta}: it must be over 0"):
             make(beta=beta)
+
+
+@pytest.mark.parametrize("beta", [0.0, -1.0, math.inf, math.nan])
+def test_every_loss_of_preferences_checks_its_beta(beta):
+    """The functions, without an objective around them."""
+    two, ones = torch.zeros(2), torch.ones(2, dtype=torch.int64)
+    for call in (
+        lambda: kto(two, two, ones, kl=0.0, beta=beta),
+        lambda: orpo(two, two, lengths=(ones, ones), beta=beta),
+        lambda: simpo(two, two, lengths=(ones, ones), beta=beta),
+        lambda: dpo(two, two, two, two, beta=beta),
+    ):
+        with pytest.raises(ValueError, match=f"beta is {beta}: it must be over 0"):
+            call()
