@@ -20,6 +20,7 @@ from dolmen.model.spec import ModelSpec
 from dolmen.model.training import Training
 from dolmen.ops import kernels, moe
 from dolmen.ops.attention import Attend, Documents
+from dolmen.ops.attention_support import AttentionName
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import adamw, master_dtype
 from dolmen.parallel import context
@@ -106,20 +107,24 @@ def attention_of(
     v: Tensor,
     attend: Attend = Attend(),
     starts: Tensor | None = None,
-    backend: Literal["blocks", "flash", "cudnn"] | None = None,
+    backend: AttentionName | None = None,
 ) -> Callable[[], Tensor]:
     """Attention by `backend`, or by the kernels that a model of this device and dtype is built
     with, to be called again and again: what a step knows once per batch is done here. starts
     [batch, length] lie on the host.
     """
-    chosen = kernels.choose(kernels.Hardware.from_device(q.device), q.dtype, q.shape[3]).attention
-    here = context.ContextParallel(Axis("cp"), kernel=backend or chosen)
+    here = context.ContextParallel(Axis("cp"), kernel=backend or chosen_attention(q))
     documents = (
         None
         if starts is None
         else here.documents(Documents.from_starts(starts).to_device(q.device))
     )
     return lambda: here.attention(q, k, v, attend.with_documents(documents))
+
+
+def chosen_attention(q: Tensor) -> AttentionName:
+    """The backend that the rule chooses for a model of this device, dtype and head size."""
+    return kernels.choose(kernels.Hardware.from_device(q.device), q.dtype, q.shape[3]).attention
 
 
 def norms(device: torch.device, dtype: torch.dtype) -> list[Literal["passes", "fused"]]:

@@ -199,22 +199,28 @@ def generation(own: dict[str, dict]) -> str:
 
 
 def operators(own: dict[str, dict]) -> str:
-    speed = {n: c["values"] for n, c in own.items() if "causal_flops_per_second" in c["values"]}
-    rows = [
-        (
-            name.removeprefix("speed of attention, "),
-            ms(v["forward"]),
-            ms(v["seconds"]),
-            ms(v["flash"]) if "flash" in v else "",
-            ms(v["sdpa"]),
-            f"{v['causal_flops_per_second'] / 1e12:.4g}",
-        )
-        for name, v in speed.items()
-    ]
-    columns = ("attention", "forward ms", "forward and backward ms", "FlashAttention-2 ms")
-    fast = table((*columns, "SDPA causal ms", "causal TFLOP/s"), rows)
+    speed = {n: c["values"] for n, c in own.items() if "backends" in c["values"]}
+    rows = []
+    for name, values in speed.items():
+        case = name.removeprefix("speed of attention, ")
+        for backend, told in values["backends"].items():
+            rows.append(
+                (
+                    case,
+                    f"{backend}, by rule" if backend == values["rule"] else backend,
+                    ms(told["forward"]),
+                    ms(told["seconds"]),
+                    f"{told['causal_flops_per_second'] / 1e12:.4g}",
+                    "yes" if told["repeats"] else "no",
+                    number(told["apart"]),
+                    share(told["same_bits"]),
+                )
+            )
+        rows.append((case, "SDPA, causal", "", ms(values["sdpa"]), "", "", "", ""))
+    columns = ("attention", "backend", "forward ms", "forward and backward ms", "causal TFLOP/s")
+    columns += ("same bits again", "output apart from the first's", "equal numbers")
     rest = {n: c for n, c in own.items() if n not in speed}
-    return f"{checked(rest)}\n\n{fast}"
+    return f"{checked(rest)}\n\n{table(columns, rows)}"
 
 
 TITLES = {

@@ -44,7 +44,7 @@ INCOMPLETE = {
     "profile": {"rows": 5},
     "memory": {"per_layer": 1},
     "device": {"driver": "x"},
-    "ops": {"causal_flops_per_second": None},
+    "ops": {"backends": {"flash": None}},
 }
 
 

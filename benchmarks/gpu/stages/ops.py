@@ -17,9 +17,11 @@ from dolmen.model.spec.param import ParamSpecs, ShardSpec, column_parallel
 from dolmen.model.split import single_process
 from dolmen.ops import elementwise, norm, rope
 from dolmen.ops.attention import Attend, decode
+from dolmen.ops.attention.operators import attention_activated, is_installed
 from dolmen.ops.attention.reference import KNOWN, ROADS, definition, errors
+from dolmen.ops.attention_support import SUPPORT, AttentionName, find_lack
 from dolmen.ops.elementwise import ACTIVATIONS
-from dolmen.ops.kernels import HALF
+from dolmen.ops.kernels import Hardware, attention_needs
 from dolmen.optim.config import OptimizerConfig
 from dolmen.optim.optimizer import adamw
 from dolmen.parallel.tensor import TensorParallel
@@ -86,23 +88,27 @@ def product(given: Given) -> None:
     given.hold(x @ w, x.double() @ w.double(), x, w)
 
 
-def backends(context: Context, dtype: torch.dtype) -> list[str]:
-    """Those that the device has for this dtype."""
-    half = context.cuda and dtype in HALF
-    return ["flash", "cudnn", "blocks"] if half else ["blocks"]
+def backends(context: Context, dtype: torch.dtype) -> list[AttentionName]:
+    """Those that the device and its software have for this dtype."""
+    if not context.cuda:
+        return ["blocks"]
+    hardware = Hardware.from_device(torch.device(context.place))
+    needs = attention_needs(hardware, dtype, 128)
+    return [name for name in SUPPORT if not find_lack(name, needs) and is_installed(name)]
 
 
 def attention(
-    context: Context, backend: str, dtype: torch.dtype, road: str, record: Record
+    context: Context, backend: AttentionName, dtype: torch.dtype, road: str, record: Record
 ) -> None:
     """What each backend knows: whole sequences, pieces of a ring, gathered chunks."""
     device, bound = torch.device(context.place), compare.BOUND[dtype]
-    for name, case in KNOWN[backend].items():
-        for size in (64, 128) if context.full else (16,):
-            off = errors(backend, replace(case, head_dim=size), dtype, device, road)
-            for what, value in off.items():
-                most = bound if what == "out" else 2 * bound
-                record.check(f"{name}, {size}: {what}", value, most, compare.WHY)
+    with attention_activated(backend):
+        for name, case in KNOWN[backend].items():
+            for size in (64, 128) if context.full else (16,):
+                off = errors(backend, replace(case, head_dim=size), dtype, device, road)
+                for what, value in off.items():
+                    most = bound if what == "out" else 2 * bound
+                    record.check(f"{name}, {size}: {what}", value, most, compare.WHY)
 
 
 def document_starts(length: int, documents: int) -> Tensor | None:
@@ -232,7 +238,10 @@ def update(context: Context, record: Record) -> None:
 
 
 def speed(context: Context, window: int | None, documents: int, record: Record) -> None:
-    """Forward and backward in bf16 at the sizes of an 8B model, beside SDPA's causal kernel."""
+    """Forward and backward in bf16 at the sizes of an 8B model, by each backend and by SDPA's
+    causal kernel; whether a backend's bits are the same again, and how its output differs from the
+    first backend's.
+    """
     device = torch.device(context.place)
     length, heads, kv = (4096, 32, 8) if context.full else (64, 4, 2)
     q, k, v = (
@@ -250,17 +259,32 @@ def speed(context: Context, window: int | None, documents: int, record: Record) 
         out = F.scaled_dot_product_attention(*turned, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)
 
-    ours = house.attention_of(q, k, v, Attend(window), starts)
-    seconds = clock.rate(both(ours), device)
+    causal_flops = 7 * heads * 128 * length * (length + 1)
+    told, first = {}, None
+    for backend in backends(context, torch.bfloat16):
+        function = house.attention_of(q, k, v, Attend(window), starts, backend)
+        with attention_activated(backend):
+            once, again = (gradients(function, q, k, v, g) for _ in range(2))
+            seconds = clock.rate(both(function), device)
+            first = first or once
+            told[backend] = {
+                "forward": clock.rate(lambda function=function: function().detach(), device),
+                "seconds": seconds,
+                "causal_flops_per_second": causal_flops / seconds,
+                "repeats": all(map(torch.equal, once, again)),
+                "apart": compare.relative(once[0], first[0]),
+                "same_bits": float((once[0] == first[0]).double().mean()),
+            }
     record.tell(
-        seconds=seconds,
-        forward=clock.rate(lambda: ours().detach(), device),
+        backends=told,
+        rule=house.chosen_attention(q),
         sdpa=clock.rate(both(causal), device),
-        causal_flops_per_second=7 * heads * 128 * length * (length + 1) / seconds,
     )
-    if context.cuda:  # FlashAttention-2 beside what was chosen
-        flash = house.attention_of(q, k, v, Attend(window), starts, "flash")
-        record.tell(
-            flash=clock.rate(both(flash), device),
-            flash_forward=clock.rate(lambda: flash().detach(), device),
-        )
+
+
+def gradients(
+    function: Callable[[], Tensor], q: Tensor, k: Tensor, v: Tensor, g: Tensor
+) -> list[Tensor]:
+    """[output, gradients of q, k and v] for the gradient g of the output."""
+    out = function()
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), g)]
