@@ -38,12 +38,10 @@ class ChatLoader(Loader):
 
     def validation_share(self, sequence_length: int) -> tuple[float, int]:
         """Return (fraction of all data that is held out, predictions per training batch), to choose
-        how often to validate; counted in tokens, or in completions for reward models.
+        how often to validate; counted in trained tokens, or in completions for reward models.
         """
-        if self.unit == "token":
-            return super().validation_share(sequence_length)
-        training, held_out = len(self.mixture.chosen), len(self.validation.chosen)
-        # completions per batch: rows hold several
+        training, held_out = self.mixture.tokens, self.validation.tokens
+        # neither prompts nor padding, and rows hold several completions
         batch = self.global_batch_size * training / len(self.mixture.rows)
         return held_out / (training + held_out), round(batch)
 

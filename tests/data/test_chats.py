@@ -335,6 +335,11 @@ def test_an_epoch_has_each_chat_once(of_chats, file, tokenizer):
     assert sorted(first + held) == sorted(want) and 4 < len(held) < 24
     assert sum(b.real_tokens for b in rows[:size]) == loader.mixture.tokens
     assert sum(b.real_tokens for b in loader.validation_batches()) == loader.validation_tokens
+    # as are the tokens that a validation is compared with: neither prompts nor padding
+    share, batch = loader.validation_share(24)
+    trained, held_out = loader.mixture.tokens, loader.validation_tokens
+    assert share == held_out / (trained + held_out)
+    assert batch == round(loader.global_batch_size * trained / size)
     assert loader.epochs(size) == {str(file): 4.0}, "of four rows"
     assert size < 20
 
