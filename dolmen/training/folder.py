@@ -173,7 +173,7 @@ def split_by_owner(out: Path) -> tuple[list[tuple[str, str]], list[tuple[str, st
             kind = first if path in listed else kind
         if kind is None:
             return False
-        # no list: a run from before lists, or a copy without hidden files
+        # no list: a copy without hidden files
         if listed is None:
             return FORMS[kind].list_kind == "not" or (by_form and FORMS[kind].list_kind != "files")
         return FORMS[kind].list_kind == "not" or kind in listed

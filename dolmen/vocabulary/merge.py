@@ -27,8 +27,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import concat
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dolmen.conversion import hf_export, writing
 from dolmen.core.log import bar, say
@@ -184,53 +185,27 @@ Files = dict[str, bytes | str | Mapping[str, Any]]
 LONGEST = 512  # characters of a token: finding its merges takes the square of it
 
 
-class Pairs(Protocol):
-    """Merges of a BPE: the pairs of neighbours that it joins, and their order."""
+@dataclass
+class Merges:
+    """Merges of a BPE: the pairs of neighbours that it joins, in order."""
+
+    ranks: dict[Any, int]
+    """Key of a pair -> its rank; the pair with the lowest is joined first."""
+    key: Callable[[str, str], Any]
+    """Key of the pair of its two arguments: the pair itself in a tokenizer.json; in sentencepiece,
+    which joins any two neighbours whose concatenation is a piece, the concatenation.
+    """
 
     def rank(self, left: str, right: str) -> int | None:
-        """Return the rank of a pair of neighbours, the lowest of which is joined first; None if the
-        pair is never joined.
-        """
-        ...
+        """Return the rank of a pair of neighbours; None if the pair is never joined."""
+        return self.ranks.get(self.key(left, right))
 
     def join(self, left: str, right: str) -> None:
         """Append a pair as the last merge, so that it is joined after all others."""
-        ...
+        self.ranks[self.key(left, right)] = len(self.ranks)
 
 
-@dataclass
-class Merges:
-    """Merges of a tokenizer.json: an ordered list of pairs."""
-
-    ranks: dict[tuple[str, str], int]
-
-    def rank(self, left: str, right: str) -> int | None:
-        """Return the position of the pair in the list of merges; None if it is not there."""
-        return self.ranks.get((left, right))
-
-    def join(self, left: str, right: str) -> None:
-        """Append the pair to the list of merges."""
-        self.ranks[left, right] = len(self.ranks)
-
-
-@dataclass
-class Concatenations:
-    """Merges of sentencepiece: any two neighbours whose concatenation is a piece, ordered by the
-    piece.
-    """
-
-    ranks: dict[str, int]
-
-    def rank(self, left: str, right: str) -> int | None:
-        """Return the rank of the piece that is the pair's concatenation; None if there is none."""
-        return self.ranks.get(left + right)
-
-    def join(self, left: str, right: str) -> None:
-        """Add the pair's concatenation as a piece, ranked after all others."""
-        self.ranks[left + right] = len(self.ranks)
-
-
-def apply_bpe(parts: Iterable[str], pairs: Pairs) -> list[str]:
+def apply_bpe(parts: Iterable[str], pairs: Merges) -> list[str]:
     """Return `parts` (characters, or pieces of a token) after BPE: repeatedly join the neighbours
     whose pair has the lowest rank, the leftmost of several, until no pair has a merge.
     """
@@ -259,7 +234,7 @@ class Added:
 def extend_bpe(
     wanted: Collection[str],
     known: Collection[str],
-    pairs: Pairs,
+    pairs: Merges,
     reach: Callable[[int], None] = lambda done: None,
 ) -> Added:
     """Extend a BPE, with the tokens `known` and the merges `pairs`, so that its merges build each
@@ -327,7 +302,7 @@ def _grow_sentencepiece(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple
         normal = [p for p in model.pieces if p.kind == sentencepiece_model.NORMAL]
         ordered = sorted(normal, key=lambda piece: -piece.score)
         ranks = {piece.text: number for number, piece in enumerate(ordered)}
-        grown = extend_bpe(wanted.tokens, ranks, Concatenations(ranks), reach)
+        grown = extend_bpe(wanted.tokens, ranks, Merges(ranks, concat), reach)
         # below all scores: the base's merges come first, its texts are cut as before
         lowest, new = min((piece.score for piece in normal), default=0.0), {*grown.tokens}
         # characters are joined of nothing
@@ -371,7 +346,8 @@ def _grow_bpe(base: Vocabulary, wanted: Wanted, reach: Reach) -> tuple[Added, Fi
     pairs = [
         tuple(pair.split(" ")) if isinstance(pair, str) else tuple(pair) for pair in model["merges"]
     ]
-    known = Merges({(pair[0], pair[1]): number for number, pair in enumerate(pairs)})
+    ranks = {(pair[0], pair[1]): number for number, pair in enumerate(pairs)}
+    known = Merges(ranks, lambda left, right: (left, right))
     before = len(known.ranks)
     grown = extend_bpe(wanted.tokens, model["vocab"], known, reach)
     vocab = {**model["vocab"], **{token: number for number, token in base.added.items()}}
