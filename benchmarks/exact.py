@@ -1,6 +1,6 @@
 """What exact numerics cost: a whole training step of one process, exact against fast, by CPU time.
 
-    OMP_NUM_THREADS=1 python benchmarks/exact.py [--dtype bfloat16]
+    OMP_NUM_THREADS=1 python benchmarks/exact.py [--dtype bfloat16] [--experts 8 --ffn 384]
 
 Steps take turns, on the same batch; what is printed are medians, and the median over rounds of the
 ratio within a round.
@@ -34,9 +34,11 @@ from dolmen.training.step import optimizer_step
 
 def start(options: argparse.Namespace, exact: Exact | None, mesh: Mesh) -> TrainState:
     """A run of one process before its first step."""
+    sparse = {"num_local_experts": options.experts} if options.experts else {}
     spec = model_from_fields(
-        "llama",
+        "mixtral" if sparse else "llama",
         dict(
+            **sparse,
             vocab_size=options.vocab,
             hidden_size=options.hidden,
             intermediate_size=options.ffn,
@@ -73,6 +75,7 @@ def main() -> None:
     defaults = dict(hidden=256, layers=4, ffn=768, vocab=8192, rows=4, tokens=256, rounds=9)
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--experts", type=int, default=0, help="of each layer, two per token")
     parser.add_argument("--micros", type=int, default=1, help="microbatches of a step")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--limits", type=int, nargs="*", default=[1, 4, 8])

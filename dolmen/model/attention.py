@@ -58,7 +58,7 @@ from dolmen.parallel import exact, tensor
 from dolmen.parallel.qk_norm import rms_norm_over_width
 from dolmen.parallel.tensor import Linear
 
-Sinks = Float[Tensor, " heads"]
+Sinks = Float[Tensor, "*tokens heads"]
 
 
 class CoreAttention(nn.Module):
@@ -84,7 +84,7 @@ class CoreAttention(nn.Module):
     ) -> Attended:
         """Return softmax(scale q k^T) v for this rank's tokens, [batch, length, heads, value size];
         recomputed in backward under selective recomputation. `sinks`: one learned score per head
-        that weighs no value.
+        that weighs no value; with exact numerics one per token and head, all the same.
         """
         if self.selective:
             return recompute(self._sums, q, k, v, inputs, sinks)
@@ -273,6 +273,8 @@ class Attention(Branch):
             # Falcon's ALiBi as 8 extra dims of q and k, so that any kernel computes it
             q, k = score_bias.append_key_bias(q, k, steps, self.extra_key_dims)
         sinks = None if self.sinks is None else local(self.sinks.weight)
+        if sinks is not None and self.tp.exact is not None:
+            sinks = exact.expand_tokens(sinks, *q.shape[:2])
         if cache is None:
             y = self.scores(q, k, v, inputs, sinks)
         else:
@@ -365,7 +367,9 @@ class LatentAttention(Component):
         # the cache keeps the normed latent: kv_rank + rope numbers per token instead of all heads
         latent = self.kv_a_norm(latent)
         # one rope key for all heads; under sequence parallelism gathered before it is rotated
-        key = self.tp.enter(key).view(inputs.batch, -1, 1, self.spec.positions.size)
+        whole = self.tp.exact is not None
+        key = self.tp.gather_replicated(key) if whole else self.tp.enter(key)
+        key = key.view(inputs.batch, -1, 1, self.spec.positions.size)
         key = self._apply_rope(key, inputs)
         if cache is None:
             (kv,) = self._column_product(latent, self.kv_b)
@@ -415,7 +419,11 @@ class LatentAttention(Component):
         # rows of kv_b are, head by head, nope and then value
         kv = kv.view(*key.shape[:2], self.heads, self.spec.nope_size + self.spec.value_size)
         nope, v = kv.split((self.spec.nope_size, self.spec.value_size), -1)
-        return torch.cat((nope, key.expand(-1, -1, self.heads, -1)), -1), v
+        if self.tp.exact is None:
+            keys = key.expand(-1, -1, self.heads, -1)
+        else:
+            keys = exact.expand_heads(key, self.heads, self.tp.exact, self.tp.axis)
+        return torch.cat((nope, keys), -1), v
 
     def _attend_sequences(self, q: Tensor, cached: Tensor, documents: Documents | None) -> Tensor:
         """Attend q, the new tokens of cached sequences of equal length, to `cached` [sequences,

@@ -11,6 +11,10 @@ splits a sum decides who adds which subtree, and what crosses ranks is added in 
     dW                   sequences: those of a microbatch, then over microbatches, then over dp
     dW of experts        the rows of a sequence are a leaf; then as dW: a rank of ep adds the
                          microbatches of each other's, then ranks, and edp follows
+    sinks                tokens, within a sequence; then sequences
+    dW of down           parts of a sequence, as of norms
+    projections, routers
+    shared key of MLA    `tp` leaves of heads: a rank's, then over tp
     dW of q and k norms  tokens, then `tp` leaves of heads: a rank's, then over tp, all within a
                          sequence; then sequences
     dW of norms, biases, the same, of parts of a sequence under sequence parallelism, whose ranks
@@ -33,6 +37,7 @@ from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
 from dolmen.core import collectives, state
+from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis, Mesh
 from dolmen.core.reduction import Tree, tree_sum, widen
 from dolmen.core.torch_private import sharding
@@ -66,7 +71,8 @@ class LeafProduct:
                 return LeafProduct(exact.tokens, inputs=leaves)
             case "outputs":
                 return LeafProduct(exact.tokens, outputs=leaves)
-        return LeafProduct(exact.tokens)
+        # a rank may have a part of a sequence
+        return LeafProduct(exact.token_leaf)
 
     def output(
         self, xs: Sequence[Tensor], weights: Sequence[Tensor]
@@ -140,6 +146,58 @@ def sum_sequences(
 ) -> Float[Tensor, "heads size"]:
     """Return the sum over tokens of x: within a sequence, then over sequences."""
     return invariant.add_pairs(invariant.add_pairs(widen(x), 1), 0)
+
+
+class _ExpandHeads(TypedFunction):
+    """Autograd of `expand_heads`."""
+
+    @staticmethod
+    def forward(
+        ctx: Context[tuple[Exact, Axis]], x: Tensor, heads: int, exact: Exact, axis: Axis
+    ) -> Tensor:
+        """Return x once for each head, a view."""
+        ctx.kept = exact, axis
+        return x.expand(-1, -1, heads, -1)
+
+    @staticmethod
+    def backward(ctx: Context[tuple[Exact, Axis]], g: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradient of x, the sum over the heads of all ranks."""
+        exact, axis = ctx.kept
+        leaves = widen(g).unflatten(2, (exact.tp // axis.size, -1))
+        total = invariant.add_pairs(invariant.add_pairs(leaves, 3), 2)
+        return collectives.sum_(total.contiguous(), axis).unsqueeze(2).to(g.dtype), None, None, None
+
+
+def expand_heads(
+    x: Float[Tensor, "batch length 1 size"], heads: int, exact: Exact, axis: Axis
+) -> Float[Tensor, "batch length {heads} size"]:
+    """Return x, which is the same on every rank of tp, once for each of this rank's `heads`, with
+    autograd: gradients are added over leaves of heads, then over ranks (I -> R).
+    """
+    return _ExpandHeads.apply(x, heads, exact, axis)
+
+
+class _ExpandTokens(TypedFunction):
+    """Autograd of `expand_tokens`."""
+
+    @staticmethod
+    def forward(ctx: Context[None], x: Tensor, batch: int, length: int) -> Tensor:
+        """Return x once for each token, a view."""
+        return x.expand(batch, length, -1)
+
+    @staticmethod
+    def backward(ctx: Context[None], g: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of x, in fp32 or wider: the sum over tokens, then sequences."""
+        return invariant.add_pairs(invariant.add_pairs(widen(g), 1), 0), None, None
+
+
+def expand_tokens(
+    x: Float[Tensor, " heads"], batch: int, length: int
+) -> Float[Tensor, "{batch} {length} heads"]:
+    """Return x once for each of `length` tokens of `batch` sequences, with autograd: gradients are
+    added by a tree over the tokens of a sequence, then by one over sequences.
+    """
+    return _ExpandTokens.apply(x, batch, length)
 
 
 class ExactReduction(Reduction):

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from dolmen.core import consensus
 from dolmen.core.mesh import Mesh
-from dolmen.model.attention import Attention
-from dolmen.model.spec import AttentionSpec, ModelSpec
+from dolmen.model.attention import Attention, LatentAttention
+from dolmen.model.spec import LatentAttentionSpec, ModelSpec
 from dolmen.ops import invariant
 from dolmen.ops.attention import Attend, blockwise
 from dolmen.ops.numerics import Exact
@@ -124,6 +124,9 @@ def product_shapes(
                     shapes += _column_shapes(tokens, rows, out // tp, out // leaves, inputs)
                 else:
                     shapes += _row_shapes(tokens, rows, out, inputs // tp, inputs // leaves)
+        elif leaf.role == "matrix" and not leaf.shards:
+            out, inputs = leaf.shape
+            shapes += _column_shapes(tokens, exact.token_leaf, out, out, inputs)
         elif leaf.role == "matrix" and leaf.shards[0].dim == 0:
             out, inputs = leaf.shape
             shapes += _column_shapes(tokens, tokens_per_leaf, out // tp, out // leaves, inputs)
@@ -212,8 +215,9 @@ def find_broken_attention(
     alone on one thread. Return a text about the first whose bits differ; None if all agree.
     """
     for mixer in dict.fromkeys(block.mixer for block in spec.blocks):
-        assert isinstance(mixer, AttentionSpec), "checks/exact.py has refused it"
-        heads, kv_heads = mixer.heads // tp, mixer.kv_heads // tp
+        latent = isinstance(mixer, LatentAttentionSpec)
+        heads = mixer.heads // tp
+        kv_heads = heads if latent else mixer.kv_heads // tp
         group = heads // kv_heads
         generator = torch.Generator().manual_seed(0)
         size, value_size = mixer.head_sizes
@@ -226,7 +230,7 @@ def find_broken_attention(
                 (heads, value_size),
             )
         )
-        attend = Attention.attend(mixer)
+        attend = LatentAttention.attend(mixer) if latent else Attention.attend(mixer)
         full = _attention(q, k, v, g, attend)
         cut = (t[-1:, :, -n:] for t, n in zip((q, k, v, g), (group, 1, 1, group), strict=True))
         with invariant.one_thread():

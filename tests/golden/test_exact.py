@@ -27,12 +27,14 @@ from dolmen.model import layers
 from dolmen.model.spec import (
     AlibiSpec,
     ClampedSwiGLU,
+    LatentAttentionSpec,
     LayerRun,
     MLPSpec,
     MoESpec,
     NormSpec,
     ParallelResidual,
     PositionTable,
+    RopeSpec,
     RouterSpec,
     SequentialResidual,
 )
@@ -78,10 +80,10 @@ GEMMA = Tiny(
     ),
     EXACT.training,
 )
-# windows, soft caps, a head that is tied, dropout, documents of four tokens or so; by Muon
+# windows, soft caps, sinks, a head that is tied, dropout, documents of four tokens or so; by Muon
 _capped = replace(
     LLAMA.block(0),
-    mixer=replace(LLAMA.block(0).mixer, window=7, soft_cap=3.0, clip=2.0),
+    mixer=replace(LLAMA.block(0).mixer, window=7, soft_cap=3.0, clip=2.0, sinks=True),
 )
 MASKED = Tiny(
     replace(
@@ -139,9 +141,9 @@ _olmo2 = replace(
     ),
 )
 PARALLEL = Tiny(replace(_spec, runs=(LayerRun((_cohere, _olmo2), 2),)), EXACT.training)
-# experts: softmax, a shared expert with a gate, auxiliary losses (Qwen2-MoE); and sigmoids, groups,
-# a balance bias and a shared expert behind a dense layer (DeepSeek-V3), biases and a clamped
-# activation (GPT-OSS)
+# experts and sinks: softmax, a shared expert with a gate, auxiliary losses (Qwen2-MoE); and latent
+# attention, sigmoids, groups, a balance bias and a shared expert behind a dense layer
+# (DeepSeek-V3), with biases and a clamped activation (GPT-OSS)
 _softmax = MoESpec(
     8,
     2,
@@ -150,8 +152,9 @@ _softmax = MoESpec(
     shared=MLPSpec(24),
     shared_gate=True,
 )
+_sparse = replace(LLAMA.block(0), mixer=replace(LLAMA.block(0).mixer, sinks=True), mlp=_softmax)
 MIXTURE = Tiny(
-    replace(_spec, runs=(LayerRun((replace(LLAMA.block(0), mlp=_softmax),), 3),)),
+    replace(_spec, runs=(LayerRun((_sparse,), 3),)),
     replace(EXACT.training, router=RouterTraining(z_loss_coef=0.05)),
 )
 _sigmoid = MoESpec(
@@ -163,12 +166,14 @@ _sigmoid = MoESpec(
     shared=MLPSpec(40),
     bias=True,
 )
-GROUPED = Tiny(
+_latent = LatentAttentionSpec(12, None, 24, 8, 12, NormSpec(), RopeSpec(4))
+_latents = replace(_latent, q_rank=20, down_bias=True, o_bias=True)
+DEEPSEEK = Tiny(
     replace(
         _spec,
         runs=(
-            LayerRun((LLAMA.block(0),), 1),
-            LayerRun((replace(LLAMA.block(0), mlp=_sigmoid),), 2),
+            LayerRun((replace(LLAMA.block(0), mixer=_latent),), 1),
+            LayerRun((replace(LLAMA.block(0), mixer=_latents, mlp=_sigmoid),), 2),
         ),
     ),
     replace(EXACT.training, router=RouterTraining(balance="bias", bias_rate=0.1)),
@@ -176,7 +181,7 @@ GROUPED = Tiny(
 DROPPED = Tiny(MASKED.spec, replace(EXACT.training, dropout=0.2))
 # AdamW's own eps: where g is about eps, a gradient's last bit is a step of lr
 UPDATE = replace(OPTIMIZER, eps=1e-8)
-OPTIMIZERS = {MASKED: replace(UPDATE, name="muon"), GROUPED: replace(UPDATE, name="muon")}
+OPTIMIZERS = {MASKED: replace(UPDATE, name="muon"), DEEPSEEK: replace(UPDATE, name="muon")}
 
 
 def batches(mesh: Mesh, steps: int, documents: bool = False) -> list[Batch]:
@@ -371,9 +376,9 @@ LAYOUTS = [
     *rows(NORMS_FULL, "parallel blocks", full=True, config=PARALLEL),
     *rows(EXPERTS_SHORT, "experts", config=MIXTURE),
     *rows(EXPERTS, "experts", full=True, config=MIXTURE),
-    *rows(EXPERTS, "experts in groups", full=True, config=GROUPED),
+    *rows(EXPERTS_SHORT + EXPERTS, "latents, experts in groups", full=True, config=DEEPSEEK),
     *rows(EXPERTS_FULL + EP, "experts", full=True, config=MIXTURE),
-    *rows(EXPERTS_FULL + EP, "experts in groups", full=True, config=GROUPED),
+    *rows(EXPERTS_FULL + EP, "latents, experts in groups", full=True, config=DEEPSEEK),
     *rows(LONG, "llama, 50 steps", full=True, steps=50),
 ]
 
@@ -385,8 +390,8 @@ def test_every_layout_has_the_bits_of_one_process(row, result):
 
 @pytest.mark.parametrize(
     "config",
-    [GPT2, PARALLEL, MIXTURE, GROUPED],
-    ids=["norms, biases, positions", "parallel", "experts", "experts in groups"],
+    [GPT2, PARALLEL, MIXTURE, DEEPSEEK],
+    ids=["norms, biases, positions", "parallel", "experts", "latents, experts in groups"],
 )
 def test_exact_numerics_differ_from_fast_by_rounding(config):
     """Losses, norms and first moments, a tenth of the first gradients."""
@@ -659,7 +664,9 @@ HALVES = [
     *half_rows(NORMS, "norms, biases, positions", config=GPT2),
     *half_rows(NORMS, "parallel blocks", config=PARALLEL),
     *half_rows(EXPERTS + EXPERTS_FULL + EP, "experts", full=True, config=MIXTURE),
-    *half_rows(EXPERTS + EXPERTS_FULL + EP, "experts in groups", full=True, config=GROUPED),
+    *half_rows(
+        EXPERTS + EXPERTS_FULL + EP, "latents, experts in groups", full=True, config=DEEPSEEK
+    ),
     *half_rows(LONG, "llama, 50 steps", full=True, steps=50),
 ]
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from dolmen.core.mesh import SINGLE
+from dolmen.core.reduction import tree_sum
 from dolmen.ops.numerics import Exact
 from dolmen.parallel import exact
 
@@ -60,3 +61,23 @@ def test_losses_are_added_in_any_order():
     assert rounded.sum().item() == math.fsum(rounded.tolist())
     # in fp32 sums have other bits
     assert len({part.sum().item() for part in orders(losses)}) > 1
+
+
+def test_gradients_of_what_all_heads_share():
+    """Over leaves of three heads each, as up to four ranks have them."""
+    key = torch.zeros(2, 5, 1, 7, requires_grad=True)
+    g = torch.randn(2, 5, 12, 7, generator=torch.Generator().manual_seed(0))
+    exact.expand_heads(key, 12, Exact(4, 5), SINGLE.tp).backward(g)
+    leaves = [tree_sum(leaf.movedim(2, 0)) for leaf in g.chunk(4, 2)]
+    assert key.grad is not None and torch.equal(key.grad[:, :, 0], tree_sum(torch.stack(leaves)))
+    assert not torch.equal(key.grad[:, :, 0], tree_sum(g.movedim(2, 0)))
+
+
+def test_gradients_of_what_all_tokens_share():
+    """Over the tokens of a sequence, then over sequences."""
+    sinks = torch.zeros(3, requires_grad=True)
+    g = torch.randn(4, 7, 3, generator=torch.Generator().manual_seed(0))
+    exact.expand_tokens(sinks, 4, 7).backward(g)
+    sequences = torch.stack([tree_sum(tokens) for tokens in g])
+    assert sinks.grad is not None and torch.equal(sinks.grad, tree_sum(sequences))
+    assert not torch.equal(sinks.grad, tree_sum(g.flatten(0, 1)))

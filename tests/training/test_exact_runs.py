@@ -47,6 +47,22 @@ def config(material: Material, train: dict | None = None, **sections) -> RunConf
 
 
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4}
+LATENT = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+}
 # what is set, and the words of the refusal; docs/concepts/numerics.md lists them
 REFUSED = {
     "half precision": ({"train": {"dtype": "float16"}}, "train.dtype is float16"),
@@ -109,7 +125,7 @@ REFUSED = {
     ),
     "experts that generate": (
         {"model": MIXTRAL, "objective": {"name": "grpo"}, "data": {"rows": "prompts"}},
-        "objective.name is grpo, and .* with experts for objective.name tokens alone",
+        "objective.name is grpo, and .* with experts, latent .* or sinks for .* tokens alone",
     ),
     "a temperature": (
         {
@@ -151,11 +167,11 @@ def test_is_refused(name, material):
 
 
 def test_other_fields_of_a_model_are_refused(material):
-    """Sinks in the softmax, whose gradient is summed over all queries of a batch."""
+    """A mask by which tokens see later ones."""
     llama = config(material)
-    block = replace(llama.spec.blocks[0], mixer=replace(llama.spec.blocks[0].mixer, sinks=True))
+    block = replace(llama.spec.blocks[0], mixer=replace(llama.spec.blocks[0].mixer, mask="both"))
     spec = replace(llama.spec, runs=(LayerRun((block,), 2),))
-    with pytest.raises(ValueError, match="AttentionSpec.sinks is True.*exact covers False alone"):
+    with pytest.raises(ValueError, match="AttentionSpec.mask is both.*exact covers causal alone"):
         check_components(spec)
 
 
@@ -180,6 +196,7 @@ def test_a_dry_run_is_refused(material):
         {"model": MIXTRAL},
         {"model": MIXTRAL, "layout": {"ep": 2, "dp": 4}},
         {"model": {"tie_word_embeddings": True}},
+        {"model": LATENT},
         {"model": {"sliding_window": 4, "model_type": "mistral"}},
         {"train": {"dropout": 0.1}, "optimizer": {"name": "muon"}, "data": {"document_mask": True}},
     ],

@@ -28,7 +28,11 @@ def attention(q: Queries, k: Keys, v: Values, attend: Attend, later: int = 0) ->
     see.
     """
     kv_heads, rule = k.shape[2], _rule(q, k, Place(k.shape[1] - later - q.shape[1], 0, attend))
-    sinks = None if attend.sinks is None else attend.sinks.view(kv_heads, 1, rule.group)
+    sinks = attend.sinks
+    if sinks is not None and sinks.ndim == 1:
+        sinks = sinks.view(kv_heads, 1, rule.group)
+    elif sinks is not None:
+        sinks = sinks.unflatten(2, (kv_heads, rule.group)).transpose(1, 2)
     out = _Blockwise.apply(*(_rows(t, kv_heads) for t in (q, k, v)), sinks, *rule)
     return _heads(out, kv_heads, (*q.shape[:3], v.shape[3]))
 
@@ -135,9 +139,11 @@ def _heads(x: Tensor, kv_heads: int, shape: tuple[int, ...]) -> Tensor:
 
 def _split_heads(x: Tensor, sinks: Tensor) -> Tensor:
     """Return a view of x [batch * kv_heads, queries * group, size] as [batch, kv_heads, queries,
-    group, size]: without its last dim, sinks [kv_heads, 1, group] broadcast to it.
+    group, size]: without its last dim, sinks [kv_heads, 1, group], or of each query [batch,
+    kv_heads, queries, group], broadcast to it.
     """
-    return x.view(-1, len(sinks), x.shape[1] // sinks.shape[2], sinks.shape[2], x.shape[2])
+    kv_heads, _, group = sinks.shape[-3:]
+    return x.view(-1, kv_heads, x.shape[1] // group, group, x.shape[2])
 
 
 # Under torch.compile each direction is one opaque operator, whose passes between the products are
@@ -210,8 +216,8 @@ def _(
 
 class _Blockwise(TypedFunction):
     """Autograd of block attention: q [n, queries * group, size], k [n, keys, size], v [n, keys,
-    value size], sinks [kv_heads, 1, group] or None, and an unpacked Rule -> [n, queries * group,
-    value size]. Kept for backward: these, and one number per row.
+    value size], sinks as `_split_heads` takes them or None, and an unpacked Rule -> [n, queries *
+    group, value size]. Kept for backward: these, and one number per row.
     """
 
     @staticmethod

@@ -33,7 +33,7 @@ def attention(
     keep_mask = _keep_mask(attend, rows, column, heads)
     allowed = allowed if allowed.dim() == 2 else allowed[:, None]
     if attend.sinks is not None:  # a last column, seen by all; what it weighs is left out
-        column = attend.sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        column = attend.sinks.to(scores.dtype).expand(q.shape[:3]).transpose(1, 2)[..., None]
         scores = torch.cat((scores, column), -1)
         allowed, keep_mask = (F.pad(t, (0, 1), value=True) for t in (allowed, keep_mask))
     p = _Probabilities.apply(scores, allowed, keep_mask, attend.dropout.p)[..., : k.shape[2]]

@@ -66,7 +66,9 @@ def join_sinks(
     attention without: exp(sink) joins each sum of exponentials, and weighs no value. `queries` ends
     in heads; `sinks` broadcasts to it.
     """
-    total = torch.logaddexp(log_sum, sinks.to(log_sum.dtype))
+    # torch's logaddexp differs in the remainder of a vector loop (ops/invariant.py)
+    sinks = sinks.to(log_sum.dtype)
+    total = torch.maximum(log_sum, sinks) + (log_sum - sinks).abs().neg().exp().log1p()
     # the sink takes a share of the softmax, so out shrinks
     return (out * (log_sum - total).exp()[..., None]).to(out.dtype), total
 

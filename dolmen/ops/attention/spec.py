@@ -259,7 +259,9 @@ class Attend(NamedTuple):
     document's. causal: none has one here, whatever a microbatch has.
     """
     sinks: Tensor | None = None
-    """[heads of these queries]: attention sink logits (score_bias.py), or None."""
+    """Attention sink logits (score_bias.py): [heads of these queries], or [batch, queries, heads];
+    None: none.
+    """
 
     def with_documents(
         self, documents: Documents | None, dropout: Dropout | None = None
@@ -287,7 +289,10 @@ class Attend(NamedTuple):
         if self.documents is None:
             return self
         one = self.documents.map_tensors(lambda t: t[index : index + 1])
-        return self._replace(documents=one if one.host_starts.any() else None)
+        sinks = self.sinks
+        if sinks is not None and sinks.ndim == 3:
+            sinks = sinks[index : index + 1]
+        return self._replace(documents=one if one.host_starts.any() else None, sinks=sinks)
 
     @property
     def plain(self) -> bool:

@@ -12,6 +12,7 @@ from dolmen.model.spec import (
     AttentionSpec,
     EmbeddingSpec,
     FalconAlibiSpec,
+    LatentAttentionSpec,
     LMHeadSpec,
     MLPSpec,
     ModelSpec,
@@ -55,7 +56,8 @@ COMPONENTS: dict[type, set[str]] = {
     NormSpec: {field.name for field in fields(NormSpec)},
     SequentialResidual: {"norms", "residual", "residual_scale", "branch_scale"},
     ParallelResidual: {"norms"},
-    AttentionSpec: {field.name for field in fields(AttentionSpec)} - {"mask", "sinks"},
+    AttentionSpec: {field.name for field in fields(AttentionSpec)} - {"mask"},
+    LatentAttentionSpec: {field.name for field in fields(LatentAttentionSpec)},
     MLPSpec: {"size", "gated", "activation", "bias"},
     MoESpec: {field.name for field in fields(MoESpec)},
     RouterSpec: {field.name for field in fields(RouterSpec)},
@@ -100,10 +102,15 @@ def _check_options(config: RunConfig) -> None:
                 f"{option} is {value}, and train.numerics exact covers "
                 f"{' or '.join(map(str, allowed))} alone: set --{switch}, {FAST}"
             )
-    if config.spec.experts and config.objective.uses_rollouts:
+    trains_only = config.spec.experts or any(
+        isinstance(block.mixer, LatentAttentionSpec) or block.mixer.sinks
+        for block in config.spec.blocks
+    )
+    if config.objective.uses_rollouts and trains_only:
         raise ValueError(
             f"objective.name is {config.objective.name}, and train.numerics exact covers models "
-            f"with experts for objective.name tokens alone: {FAST[3:]}"
+            "with experts, latent attention or sinks for objective.name tokens alone: set "
+            f"--objective.name tokens, {FAST}"
         )
     models = [name for _, name in parse_rewards(config.reward) if is_reward_model(name)]
     if config.objective.uses_rollouts and models:
@@ -127,7 +134,7 @@ def check_components(spec: ModelSpec) -> None:
     parts: list[Any] = [spec.embedding, table, norm, spec.head, spec.final_norm]
     for block in dict.fromkeys(spec.blocks):
         parts += [block.norm, block.arrangement, block.mixer, block.mlp]
-        parts += [getattr(block.mixer, name, None) for name in ("positions", "qk_norm")]
+        parts += [getattr(block.mixer, name, None) for name in ("positions", "qk_norm", "norm")]
         parts += [getattr(block.mlp, name, None) for name in ("router", "shared")]
     for part in parts:
         if part is None:
@@ -163,9 +170,9 @@ def _check_model_sizes(config: RunConfig) -> None:
         )
     sizes = {"hidden_size": spec.hidden_size}
     for block in spec.blocks:
-        assert isinstance(block.mixer, AttentionSpec)
         sizes["num_attention_heads"] = block.mixer.heads
-        sizes["num_key_value_heads"] = block.mixer.kv_heads
+        if isinstance(block.mixer, AttentionSpec):
+            sizes["num_key_value_heads"] = block.mixer.kv_heads
         sizes |= _widths(block.mlp)
         for name, size in sizes.items():
             if size % limit:
