@@ -265,10 +265,11 @@ HISTORY_ROW = Kind(
 )
 
 
-class SummaryFields(TypedDict):
-    """A run's summary.json."""
+class SummaryFields(TypedDict, closed=True):
+    """A run's summary.json, the fields of `Outcome` (training/run.py)."""
 
     steps: Count
+    signal: Count
     seconds: NonNegative | None
     val_loss: float | None
     val_step: Count | None
@@ -276,12 +277,12 @@ class SummaryFields(TypedDict):
     held_out_tokens: Count
     bits_per_byte: float | None
     validation_files: list[str]
-    val_sources: NotRequired[dict[str, float]]
-    val_sources_per_byte: NotRequired[dict[str, float]]
-    val_sources_before: NotRequired[dict[str, float]]
-    goodput: NotRequired[dict[str, NonNegative]]
-    slow_ranks: NotRequired[dict[str, NonNegative]]
-    writer: NotRequired[str]
+    val_sources: dict[str, float]
+    val_sources_per_byte: dict[str, float]
+    val_sources_before: dict[str, float]
+    goodput: dict[str, NonNegative]
+    slow_ranks: dict[str, NonNegative]
+    writer: str
 
 
 SUMMARY = Kind(SummaryFields, depth=4)

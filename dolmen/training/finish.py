@@ -42,7 +42,7 @@ def finish(run: RunConfig, out: Path) -> int:
         _sample(screen, hf, run.finish.sample)
     if run.checkpoint.to is not None:
         exported = hf if run.finish.export else None
-        _upload(run.checkpoint.to, out, exported, outcome.get("writer", ""))
+        _upload(run.checkpoint.to, out, exported, outcome["writer"])
     screen.print()
     screen.print(_summary(run, outcome, out, report))
     return 0 if report is None or report.ok else 1
@@ -126,19 +126,17 @@ def _summary(run: RunConfig, outcome: dict, out: Path, report) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_row("done", f"{plural(outcome['steps'], 'step')} in {duration(outcome['seconds'])}")
-    if outcome.get("goodput"):
+    if outcome["goodput"]:
         table.add_row("goodput", goodput.describe(outcome["goodput"]))
-    for name, share in outcome.get("slow_ranks", {}).items():
+    for name, share in outcome["slow_ranks"].items():
         table.add_row("", f"{name}: the others wait {share:.0%} of the wall time")
     if outcome["val_loss"] is not None:
         table.add_row(
             "validation loss",
             _validation(run, outcome),
         )
-    for name, loss in outcome.get("val_sources", {}).items():
-        per_byte, before = (
-            outcome.get(f"val_sources_{of}", {}).get(name) for of in ("per_byte", "before")
-        )
+    for name, loss in outcome["val_sources"].items():
+        per_byte, before = (outcome[f"val_sources_{of}"].get(name) for of in ("per_byte", "before"))
         table.add_row("", evaluate.describe_source(name, loss, per_byte, before))
     if outcome["bits_per_byte"] is not None:
         line = f"{outcome['bits_per_byte']:.3f}"

@@ -2,8 +2,9 @@
 columns of numbers are aligned on the right.
 """
 
+import json
 import math
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,9 +19,11 @@ from dolmen.comparison import diff
 from dolmen.comparison.compare import TensorComparison
 from dolmen.core.config import Mark
 from dolmen.evaluation import tasks, verify
+from dolmen.files.gate import Refused
 from dolmen.parallel.simulation import make_schedule, simulate
 from dolmen.recipes import RECIPES
 from dolmen.training import finish
+from dolmen.training.run import read_summary
 from dolmen.vocabulary.check import Counts
 from dolmen.vocabulary.extend import Extended, Measurement
 
@@ -181,8 +184,20 @@ def test_an_extended_vocabulary_is_counted():
 
 def outcome(**more) -> dict:
     base = dict(steps=30, seconds=75.0, goodput={}, val_loss=2.5, val_step=30, val_tokens=100)
-    base |= dict(held_out_tokens=100, bits_per_byte=None, validation_files=[])
-    return base | more
+    base |= dict(held_out_tokens=100, bits_per_byte=None, validation_files=[], signal=0)
+    base |= dict(val_sources={}, val_sources_per_byte={}, val_sources_before={})
+    return base | dict(slow_ranks={}, writer="") | more
+
+
+def test_a_summary_has_the_fields_of_an_outcome_and_no_others(tmp_path):
+    whole = outcome()
+    (tmp_path / "summary.json").write_text(json.dumps(whole))
+    assert asdict(read_summary(tmp_path)) == whole | {"validation_files": ()}
+    short = {name: value for name, value in whole.items() if name != "goodput"}
+    for damaged in (short, whole | {"seconds": -1}, whole | {"more": 1}):
+        (tmp_path / "summary.json").write_text(json.dumps(damaged))
+        with pytest.raises(Refused):
+            read_summary(tmp_path)
 
 
 def run(name: str = "tokens", loss_type: str = "dpo"):

@@ -483,6 +483,9 @@ SUMMARY = {
     "val_sources": {"a": 2.5},
     "val_sources_per_byte": {"a": 1.5},
     "val_sources_before": {"a": 3.5},
+    "goodput": {"steps": 1.0},
+    "slow_ranks": {},
+    "writer": "",
 }
 
 GOODPUT = {
