@@ -33,6 +33,8 @@ STYLE: Any = {
     "svg.hashsalt": "dolmen",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9,
+    # names come from files: a $ in one is a $
+    "text.parse_math": False,
     "text.color": INK,
     "axes.edgecolor": FAINT,
     "axes.labelcolor": FAINT,

@@ -34,6 +34,13 @@ def test_equal_schedules_give_equal_files(tmp_path):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
+def test_a_name_is_text_whatever_is_in_it(tmp_path):
+    """No formula, which may be none that matplotlib knows, and no markup."""
+    schedule = make_schedule("gpipe", 2, 2)
+    draw.gantt(simulate(schedule), schedule, tmp_path / "a.svg", r"$\none{$ <b>&")
+    assert r"$\none{$ &lt;b&gt;&amp;" in said(tmp_path / "a.svg")
+
+
 def test_png_of_several(tmp_path):
     """On one scale of time: the shorter one does not fill the width."""
     panels = [
