@@ -101,16 +101,12 @@ def paint_step(figure: Any, plan: Plan) -> None:
     axes = _add_rows(figure, [_name(candidate) for candidate in candidates], legend=2)
     longest = max(candidate.estimate.seconds for candidate in candidates)
     for row, candidate in enumerate(candidates):
-        parts = candidate.estimate.parts
-        _stack(axes.barh, row, parts, PARTS, "", "s")
-        start = 0.0
-        for part in PARTS:
-            seconds = parts.get(part, 0.0)
-            # room for "12%"
-            if seconds > 0.045 * longest:
-                share = f"{seconds / candidate.estimate.seconds:.0%}"
-                _label(axes, start + seconds / 2, row, share, PARTS[part])
-            start += seconds
+        whole = candidate.estimate.seconds
+        # room for "12%"
+        _stack(
+            axes, row, candidate.estimate.parts, PARTS, "", "s",
+            label=lambda part, whole=whole: f"{part / whole:.0%}" if part > 0.045 * longest else "",
+        )  # fmt: skip
     axes.set(xlim=(0, longest * 1.02), xlabel="seconds")
     # only parts that occur
     used = [f for n, f in PARTS.items() if any(c.estimate.parts.get(n, 0) > 0 for c in candidates)]
@@ -127,10 +123,10 @@ def paint_memory(figure: Any, plan: Plan) -> None:
     ranks = evenly(len(memory), MOST_COLUMNS)
     for place, rank in enumerate(ranks):
         amounts = {kind: kind_bytes(memory[rank], kind) / GIB for kind in KINDS}
-        top = _stack(axes.bar, place, amounts, KINDS, f"rank {rank}, ", "GiB")
+        top = _stack(axes, place, amounts, KINDS, f"rank {rank}, ", "GiB", upright=True)
         # room for a number
         if len(ranks) < 25:
-            axes.annotate(f"{top:.1f}", (place, top), (0, 3), **ABOVE, ha="center", size=8)
+            axes.annotate(f"{top:.1f}", (place, top), (0, 3), **OFFSET, ha="center", size=8)
     _add_limit(axes, plan)
     axes.set(xlabel="pipeline rank", ylabel="GiB")
     axes.set_xticks(range(len(ranks)), map(str, ranks))
@@ -190,7 +186,7 @@ def paint_traffic(figure: Any, plan: Plan) -> None:
     for y, tier in enumerate(tiers):
         crossing = [row for row in rows if row.tier == tier]
         sent = {row.axis: row.sent / 1e9 for row in crossing}
-        total = _stack(axes.barh, y, sent, PARTS, f"{tier}, ", "GB")
+        total = _stack(axes, y, sent, PARTS, f"{tier}, ", "GB")
         busy = sum(row.seconds for row in crossing)
         # over 100 %: the link bounds the step
         share = busy / plan.ranked[0].estimate.seconds
@@ -276,7 +272,7 @@ def _paint_fleets(
             _add_interval(axes, plan.days(fleet.estimate), worth(fleet), hint, fleet in front)
             if len(worths) == 1 and title == "GPUs":
                 place = plan.days(fleet.estimate).seconds, fleet.gpus
-                axes.annotate(f"{fleet.gpus:,}", place, (6, 5), **ABOVE, size=8)
+                axes.annotate(f"{fleet.gpus:,}", place, (6, 5), **OFFSET, size=8)
     # halving the days doubles the GPUs: a straight line
     values = [worth(fleet) for worth in worths.values() for fleet in plan.fleets]
     low, high = min(values) / 1.3, max(values) * 1.3
@@ -333,7 +329,7 @@ def box_places(count: int) -> list[float]:
     return [0.5 + (i - (boxes - 1) / 2) / max(boxes, 4) for i in range(boxes)]
 
 
-ABOVE = {"textcoords": "offset points", "color": FAINT}
+OFFSET = {"textcoords": "offset points", "color": FAINT}
 
 
 def _name(candidate: Candidate) -> list[str]:
@@ -367,29 +363,30 @@ def _add_rows(figure: Any, names: Sequence[list[str]], legend: int = 0) -> Any:
 
 
 def _stack(
-    bar: Callable[..., Any],
+    axes: Any,
     place: float,
     amounts: Mapping[str, float],
     fills: Mapping[str, Fill],
     subject: str,
     unit: str,
+    upright: bool = False,
+    label: Callable[[float], str] = lambda amount: "",
 ) -> float:
     """Draw amounts (name -> length, in `unit`) as one stacked bar at `place`, in the order of
-    `fills`, and return its length. `bar`: axes.bar or axes.barh; `subject`: start of the tooltips.
+    `fills`, and return its length. `subject`: start of the tooltips; `label`: text in the part of
+    an amount.
     """
-    start = 0.0
+    start, bar = 0.0, axes.bar if upright else axes.barh
     for name, fill in fills.items():
         if amount := amounts.get(name, 0.0):
             hint = f"{subject}{fill.title}: {amount:.4g} {unit}"
-            bar(place, amount, 0.72, start, color=fill.colour, hatch=fill.hatch, gid=hint)
+            bars = bar(place, amount, 0.72, start, color=fill.colour, hatch=fill.hatch, gid=hint)
+            if text := label(amount):
+                # without hatching behind it
+                box = {"facecolor": fill.colour, "pad": 0.6, "linewidth": 0}
+                axes.bar_label(bars, [text], label_type="center", color=INSIDE, size=8, bbox=box)
             start += amount
     return start
-
-
-def _label(axes: Any, x: float, y: float, text: str, fill: Fill) -> None:
-    """Write a text at (x, y), in a box of the fill's colour, without its hatching."""
-    box = {"facecolor": fill.colour, "pad": 0.6, "linewidth": 0}
-    axes.text(x, y, text, color=INSIDE, size=8, ha="center", va="center", bbox=box)
 
 
 def _add_interval(axes: Any, value: Any, y: float, hint: str, filled: bool = True) -> None:

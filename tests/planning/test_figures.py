@@ -102,6 +102,7 @@ def test_parts_of_a_step_lie_end_to_end():
     names = {name: fill for name, fill in figures.PARTS.items() if name in plans.PARTS}
     assert legend(figure) == [fill.title for fill in names.values()]
     bars = iter(spans(axes))
+    inside = (text for text in axes.texts if text.get_bbox_patch())
     for row, candidate in enumerate(plan.ranked):
         end, labels = 0.0, []
         for name, fill in names.items():
@@ -112,10 +113,10 @@ def test_parts_of_a_step_lie_end_to_end():
             end += seconds
             labels += [f"{plans.PARTS[name]:.0%}"] if plans.PARTS[name] > 0.06 else []
         assert end == pytest.approx(candidate.estimate.seconds)
-        assert [
-            t.get_text() for t in axes.texts if t.get_bbox_patch() and t.get_position()[1] == row
-        ] == labels
-    assert not [*bars] and axes.get_xlim()[0] == 0 and axes.get_xlim()[1] > end
+        shares = [next(inside) for _ in labels]
+        assert [text.get_text() for text in shares] == labels
+        assert {text.xy for text in shares} == {(0.5, 0.5)}  # of its own part
+    assert not [*bars, *inside] and axes.get_xlim()[0] == 0 and axes.get_xlim()[1] > end
 
 
 @pytest.mark.parametrize("pp", (8, 64))
