@@ -229,6 +229,8 @@ class TrainingHooks:
         # `since` is moved by validation, evaluation and profile: they are not the training's time
         rate = self.tokens_since / max(1e-9, now - self.since)
         self.since, self.tokens_since = now, 0
+        flops = rate * self.flops
+        self.peak = self.peak.raise_to(flops / self.mesh.size)
         row = {
             "step": state.step,
             "loss": m.loss,
@@ -236,7 +238,7 @@ class TrainingHooks:
             "lr": m.lr,
             "tokens": state.tokens,
             "tokens_per_second": rate,
-            **self.peak.utilization(rate * self.flops, self.mesh.size),
+            **self.peak.utilization(flops, self.mesh.size),
             "memory_gib": memory_gib(self.mesh),
             "time": time.time(),
             "seconds": now - self.began,

@@ -4,7 +4,7 @@ datasheet's.
 
 import re
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,6 +54,12 @@ class Peak:
     """None where no maker promises one: a CPU, a part of a GPU, a device that is not in the
     table.
     """
+
+    def raise_to(self, flops: float) -> "Peak":
+        """Return this peak, or one of `flops` FLOP/s if a step has reached more: it was measured
+        while other programs used the device.
+        """
+        return replace(self, measured=max(self.measured, flops))
 
     def utilization(self, flops: float, ranks: int) -> dict[str, float]:
         """Return the model FLOPs utilization of `ranks` devices that compute `flops` FLOP/s

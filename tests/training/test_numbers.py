@@ -150,6 +150,12 @@ def test_a_run_of_several_ranks_divides_by_all_of_them(found, material, tmp_path
     assert written[0]["tokens_per_second"] == 320
     assert written[0]["mfu_measured"] == pytest.approx(320 * FLOPS / MEASURED / 4, rel=1e-12)
     assert written[0]["seconds"] == 10 and "skipped_steps" not in written[0]
+    # a peak that was measured under load is exceeded: no share is over 1
+    made.peak, made.since, made.tokens_since = Peak(320 * FLOPS / 8, PROMISED), 10.0, 640
+    made.log(state, SimpleNamespace(**reported))
+    made.since, made.tokens_since = 10.0, 320
+    made.log(state, SimpleNamespace(**reported))
+    assert [row["mfu_measured"] for row in written[1:]] == [1, 0.5]
 
 
 @pytest.mark.parametrize(
