@@ -28,18 +28,26 @@ class Kills:
 
 
 def workers(launcher: int) -> dict[int, int]:
-    """Rank -> pid of the launcher's living workers."""
-    found = {}
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+    """Rank -> pid of the living workers of torchrun, whose children they are, with RANK in their
+    environment, or of dolmen's launcher, whose fork server names them.
+    """
+    parents, named, told = {}, {}, {}
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
         try:
-            state, parent = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[:2]
-            if int(parent) != launcher or state in "ZX":
-                continue
+            name, fields = Path(f"/proc/{pid}/stat").read_text().split("(", 1)[1].rsplit(")", 1)
             words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
-        found |= {int(w[5:]): int(pid) for w in words if w.startswith(b"RANK=")}
-    return found
+        state, parent = fields.split()[:2]
+        if state in "ZX":
+            continue
+        parents[pid] = int(parent)
+        if name.startswith("dolmen rank "):
+            named[pid] = int(name.removeprefix("dolmen rank "))
+        elif parents[pid] == launcher:
+            told |= {int(w[5:]): pid for w in words if w.startswith(b"RANK=")}
+    forked = {r: pid for pid, r in named.items() if parents.get(parents[pid]) == launcher}
+    return told | forked
 
 
 def logged(out: Path) -> tuple[int, int]:

@@ -34,6 +34,7 @@ import torch.multiprocessing as mp
 import yaml
 
 from dolmen.core.torch_private import strings
+from dolmen.launch import process
 
 # what tests import too: a rank that imports tinyrun anew takes 0.5 s for it, test_ppo.py's 1.2 s
 PRELOAD = [
@@ -196,6 +197,7 @@ def launch_forked(
     words: list[str],
     max_restarts: int = 0,
     handed: Mapping[str, Any] | None = None,
+    imports: str = "",
     attempt: int = 0,
 ) -> int:
     """Run `dolmen *words` on ranks forked from the server, with the arguments and the exit code of
@@ -255,7 +257,7 @@ def _rank(
     for descriptor, kind in ((1, "out"), (2, "err")):
         file = os.open(f"{folder}/{kind}-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
-    own = {"RANK": rank, "LOCAL_RANK": rank, strings.ERROR_FILE: f"{folder}/error-{rank}"}
+    own = {"RANK": rank, "LOCAL_RANK": rank, process.ERROR_FILE: f"{folder}/error-{rank}"}
     own["DOLMEN_LAUNCHER"] = os.getppid()
     os.environ.update({name: str(value) for name, value in (environment | own).items()})
     function(argument)

@@ -347,7 +347,7 @@ def _record_in_processes(side: OpenSide, processes: int, config: DiffConfig) -> 
         options = {name: vars(config)[name] for name in DiffConfig.__dataclass_fields__}
         handed = to_dict(DiffWork(**options, side=side.name, folder=folder))
         # exit code 2: refused with a message, which the child has printed
-        code = launcher.launch(processes, ["diff"], handed=handed)
+        code = launcher.launch(processes, ["diff"], handed=handed, imports=__name__)
         if code == 2:
             raise BadInput(f"side {side.name} could not run")
         if code:

@@ -429,7 +429,9 @@ DIST_MARKER = Kind(
 )
 HEARTBEAT = Kind(typed_dict({}, {"step": Count, "tick": Count, "pid": Positive}), depth=8)
 STACKS_BYTES = 64 * MIB  # what faulthandler writes, as text
-WORKER_ERROR = Kind(typed_dict({"message": dict[str, Any]}), depth=8)
+WORKER_ERROR = Kind(
+    typed_dict({"text": str, "when": float}, {"final": bool, "hang": bool}), depth=2
+)
 
 # Written by people. The fields of a run are those of RunConfig, which core/config.py:from_dict
 # compares one by one; here stands what every one of them is made of.

@@ -1,15 +1,17 @@
-"""Starting processes on this machine, through torch's launcher API, and what they do when one of
-them, or the launcher, ends.
+"""Starting processes on this machine, and what they do when one of them, or the launcher, ends.
 
-    dolmen train --layout.tp 2    launcher: checks the input, holds the rendezvous store, starts
-      |-- rank 0                  2 x `dolmen train`, hands them the checked run as a file, forwards
-      `-- rank 1                  Ctrl-C and SIGTERM (as SIGUSR1 and SIGUSR2: save, then end), kills
-                                  all at once when one dies, and tells the first cause once. If the
-                                  launcher dies, the kernel kills them (process.py).
+    dolmen train --layout.tp 2    launcher: checks the input, holds the rendezvous store, hands the
+      |                           ranks the checked run as a file, forwards Ctrl-C and SIGTERM to
+      |                           them (as SIGUSR1 and SIGUSR2: save, then end), ends all when one
+      |                           fails, and prints the first cause once
+      `-- fork server             imports what a rank needs, once (fork_server.py)
+            |-- rank 0            If the launcher or the server dies, the kernel kills the ranks.
+            `-- rank 1
 
 With --max-restarts the launcher starts the group again after a failure, and the run goes on from
 its newest checkpoint. torch's LocalElasticAgent would not do here: it restarts after every failure,
-the refused and the hopeless too, and answers SIGTERM by killing.
+the refused and the hopeless too, answers SIGTERM by killing, and each of its workers imports all
+modules for itself.
 """
 
 import os
@@ -17,11 +19,12 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -29,14 +32,13 @@ from dolmen.core import filesystem
 from dolmen.core.torch_private import strings
 from dolmen.files import gate, kinds
 from dolmen.launch import process
+from dolmen.launch.fork_server import ForkServer
 from dolmen.launch.process import HANDED, LAUNCHER, handling
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.api import PContext, RunProcsResult
 
 PREFIX, OURS = "dolmen_", "dolmen-launcher"  # a folder of reports, and the file that says it is one
 STOPPED = {130, 143, -signal.SIGUSR1, -signal.SIGUSR2, -signal.SIGTERM}
 """Exit codes of workers that were asked to end."""
+GRACE = 30.0  # seconds between SIGTERM and SIGKILL, for the workers that are left after a failure
 
 
 def launch(
@@ -44,37 +46,37 @@ def launch(
     words: list[str],
     max_restarts: int = 0,
     handed: Mapping[str, Any] | None = None,
+    imports: str = "torch",
 ) -> int:
     """Run the command `dolmen *words` as `processes` worker processes of one process group on this
     machine, wait for them, and return one exit code: 0 if all ended well; 130 or 143 if they ended
     because this process received SIGINT or SIGTERM; 2 if the workers refused their input; else 1.
     The first failure is printed once, to stderr. After a failure that another start may mend, the
-    whole group is started again, at most `max_restarts` times. `handed`: the configuration as plain
-    values, checked by this process; workers read it from a file in place of the words after the
-    verb (`process.run_file`).
-    """
-    import logging
+    whole group is started again, at most `max_restarts` times.
 
-    # failures are printed below, once
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    group = _WorkerGroup(processes, words, {s: signal.getsignal(s) for s in handled})
+    handed: the configuration as plain values, checked by this process; workers read it from a file
+        in place of the words after the verb (`process.run_file`)
+    imports: module with what the workers use, imported once for all of them
+    """
+    group = _WorkerGroup(processes, max_restarts)
+    shared = {"OMP_NUM_THREADS": process.threads(processes), LAUNCHER: str(os.getpid())}
     with handling(group.handlers), _reports() as reports:
         if handed is not None:
-            group.more[HANDED] = _write(Path(reports) / "handed.yaml", handed)
-        for attempt in range(max_restarts + 1):
-            if group.first_signal:
-                return 128 + group.first_signal
-            end = group.run(attempt, reports)
-            if end.code == 0 or group.first_signal or end.final or attempt == max_restarts:
-                return end.code
-            print(
-                f"dolmen: restart {attempt + 1} of {max_restarts}, from the newest complete "
-                "checkpoint",
-                file=sys.stderr,
-                flush=True,
-            )
-    raise AssertionError("the last attempt returns")
+            shared[HANDED] = _write(Path(reports) / "handed.yaml", handed)
+        with closing(ForkServer(words, imports, shared)) as server:
+            return group.run_until_done(server, Path(reports))
+
+
+class Failure(NamedTuple):
+    """A worker that ended with an exit code other than 0 (negative: the signal that killed it)."""
+
+    rank: int
+    pid: int
+    exit_code: int
+    when: float
+    """Seconds since 1970."""
+    report: dict[str, Any]
+    """What it wrote as it failed (`process.end`): text, when, final, hang; {} if nothing."""
 
 
 class _End(NamedTuple):
@@ -86,69 +88,103 @@ class _End(NamedTuple):
 
 class _WorkerGroup:
     """The workers of one `launch`, over all restarts. `first_signal`: the first signal that told
-    this process to end, 0 if none did; `more`: extra environment variables of each worker.
+    this process to end, 0 if none did; `pids`: of the living workers, by rank.
     """
 
-    def __init__(self, processes: int, words: list[str], before: Mapping[signal.Signals, Any]):
-        """Prepare `processes` workers that run `dolmen *words`, without starting them. `before`:
-        the present handlers of all signals that torch's launcher API would replace; SIGINT and
-        SIGTERM are forwarded to the workers instead.
+    def __init__(self, processes: int, max_restarts: int):
+        """Prepare `processes` workers, without starting them, that are started again at most
+        `max_restarts` times.
         """
-        self.processes, self.words = processes, words
-        self.handlers = {**before, signal.SIGINT: self._forward, signal.SIGTERM: self._forward}
+        self.processes, self.max_restarts = processes, max_restarts
+        self.handlers = {signal.SIGINT: self._forward, signal.SIGTERM: self._forward}
         self.first_signal = 0
-        self.more: dict[str, str] = {}
-        self.workers: PContext | None = None
+        self.pids: dict[int, int] = {}
 
-    def _forward(self, got: int, _: FrameType | None) -> None:
-        """Handle a signal `got` of this process: remember it if it is the first, and send it on to
-        all workers, SIGINT as SIGUSR1 and SIGTERM as SIGUSR2.
+    def _forward(self, received: int, _: FrameType | None) -> None:
+        """Handle a signal `received` by this process: remember it if it is the first, and send it
+        on to all workers.
         """
-        self.first_signal = self.first_signal or got
-        for pid in self.workers.pids().values() if self.workers is not None else ():
-            try:
-                os.kill(pid, signal.SIGUSR1 if got == signal.SIGINT else signal.SIGUSR2)
-            except ProcessLookupError:
-                pass
+        self.first_signal = self.first_signal or received
+        for pid in [*self.pids.values()]:
+            _ask_to_stop(pid, received)
 
-    def run(self, attempt: int, reports: str) -> _End:
+    def run_until_done(self, server: ForkServer, reports: Path) -> int:
+        """Run all workers, and again after failures that another start may mend; return the exit
+        code of `launch`. `reports`: folder for the workers' error files.
+        """
+        for attempt in range(self.max_restarts + 1):
+            if self.first_signal:
+                return 128 + self.first_signal
+            end = self._run(server, attempt, reports)
+            if end.code == 0 or self.first_signal or end.final or attempt == self.max_restarts:
+                return end.code
+            print(
+                f"dolmen: restart {attempt + 1} of {self.max_restarts}, from the newest complete "
+                "checkpoint",
+                file=sys.stderr,
+                flush=True,
+            )
+        raise AssertionError("the last attempt returns")
+
+    def _run(self, server: ForkServer, attempt: int, reports: Path) -> _End:
         """Start all workers with a new rendezvous store and wait until all have ended or one fails,
         which ends the others. Prints the cause of a failure, once. Return the exit code of the
-        whole group and whether a restart would be useless. `attempt`: starts before this one;
-        `reports`: folder of the workers' error files.
+        whole group and whether a restart would be useless. `attempt`: starts before this one.
         """
         # documented as torch.distributed's, where it is imported without being listed
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-        from torch.distributed.elastic.multiprocessing import (
-            DefaultLogsSpecs,
-            SignalException,
-            start_processes,
-        )
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        envs = {
-            rank: self._environment(rank, attempt, store.port) for rank in range(self.processes)
-        }
-        args = {
-            rank: (*process.isolated_python_options(), "-m", "dolmen", *self.words)
-            for rank in range(self.processes)
-        }
-        with handling(self.handlers):  # start_processes sets handlers of its own, and leaves them
-            try:
-                workers = self.workers = start_processes(
-                    "dolmen", sys.executable, args, envs, DefaultLogsSpecs(reports)
+        files = [reports / f"error-{attempt}-{rank}.json" for rank in range(self.processes)]
+        for rank, file in enumerate(files):
+            server.fork(self._environment(rank, attempt, store.port, file))
+        failures: list[Failure] = []
+        try:
+            running, deadline = {*range(self.processes)}, None
+            while running:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                message = server.receive(left)
+                if message is None:
+                    self._kill(signal.SIGKILL)
+                    deadline = time.monotonic() + GRACE
+                    continue
+                rank, pid, code = message
+                if code is None:
+                    self.pids[rank] = pid
+                    if self.first_signal:  # it came before the pid was known
+                        _ask_to_stop(pid, self.first_signal)
+                    elif failures:
+                        self._kill(signal.SIGTERM)
+                    continue
+                running.remove(rank)
+                del self.pids[rank]
+                if code != 0:
+                    failures.append(_failure(rank, pid, code, files[rank]))
+                    if deadline is None:
+                        self._kill(signal.SIGTERM)
+                        deadline = time.monotonic() + GRACE
+        except EOFError:
+            self.pids.clear()
+            code = server.close()
+            if not self.first_signal:
+                print(
+                    f"dolmen: the process that starts the ranks ended (exit code {code}); all "
+                    "ranks were stopped",
+                    file=sys.stderr,
+                    flush=True,
                 )
-            except SignalException as stopped:
-                return _End(128 + stopped.sigval, True)
-            with handling(self.handlers):
-                result = workers.wait(period=0.2)
-        assert result is not None  # without a timeout, it waits for all
-        return self._report_failure(workers, result) if result.is_failed() else _End(0, True)
+            return _End(128 + self.first_signal if self.first_signal else 1, True)
+        return self._report_failures(failures) if failures else _End(0, True)
 
-    def _environment(self, rank: int, attempt: int, port: int) -> dict[str, str]:
-        """Return the environment variables of the worker `rank`, beside those it inherits: ranks
+    def _kill(self, sent: signal.Signals) -> None:
+        """Send a signal to all living workers."""
+        for pid in self.pids.values():
+            _send(pid, sent)
+
+    def _environment(self, rank: int, attempt: int, port: int, file: Path) -> dict[str, str]:
+        """Return the environment variables of the worker `rank`, beside those that all share: ranks
         and world sizes, the address of the rendezvous store (`port`, on this machine), the number
-        of restarts so far (`attempt`), threads, and this launcher's pid.
+        of restarts so far (`attempt`), and the `file` for its error.
         """
         return {
             "RANK": str(rank),
@@ -159,27 +195,37 @@ class _WorkerGroup:
             "MASTER_PORT": str(port),
             strings.ONE_STORE: "True",
             strings.RESTARTS: str(attempt),
-            "OMP_NUM_THREADS": process.threads(self.processes),
-            LAUNCHER: str(os.getpid()),
-            **self.more,
+            process.ERROR_FILE: str(file),
         }
 
-    def _report_failure(self, workers: "PContext", result: "RunProcsResult") -> _End:
+    def _report_failures(self, failures: Sequence[Failure]) -> _End:
         """Print the cause of a failure of the group (a hang's report, else the first failure) and
         return its exit code and whether a restart would be useless: 2 and True if workers did
         nothing but refuse their input; else 1, and True if a worker said so. If the workers ended
         because this process received a signal: print nothing and return 128 + the signal, and True.
         """
-        codes = {failure.exitcode for failure in result.failures.values()}
+        codes = {failure.exit_code for failure in failures}
         if self.first_signal and codes <= STOPPED:
             return _End(128 + self.first_signal, True)
-        reports = [_report(file) for file in workers.error_files.values()]
-        hangs = [report["message"] for report in reports if report.get("hang")]
-        print(hangs[0] if hangs else cause(result.failures), file=sys.stderr, flush=True)
+        hangs = [failure.report["text"] for failure in failures if failure.report.get("hang")]
+        print(hangs[0] if hangs else cause(failures), file=sys.stderr, flush=True)
         # every rank that failed by itself refused its input: a restart would refuse again
         if codes <= {2, -signal.SIGTERM} and not hangs:
             return _End(2, True)
-        return _End(1, any(report.get("final") for report in reports))
+        return _End(1, any(failure.report.get("final") for failure in failures))
+
+
+def _ask_to_stop(pid: int, received: int) -> None:
+    """Forward a signal that this process received: SIGINT as SIGUSR1, SIGTERM as SIGUSR2."""
+    _send(pid, signal.SIGUSR1 if received == signal.SIGINT else signal.SIGUSR2)
+
+
+def _send(pid: int, sent: signal.Signals) -> None:
+    """Send a signal to a process; no-op if it has ended."""
+    try:
+        os.kill(pid, sent)
+    except ProcessLookupError:
+        pass
 
 
 def _write(file: Path, handed: Mapping[str, Any]) -> str:
@@ -190,39 +236,37 @@ def _write(file: Path, handed: Mapping[str, Any]) -> str:
     return str(file)
 
 
-def _report(file: str) -> dict:
-    """Return what a worker wrote to its error file as it failed (message, final, hang); {} if there
-    is nothing readable.
+def _failure(rank: int, pid: int, code: int, file: Path) -> Failure:
+    """Return the failure of a worker that has just ended with exit code `code`, with what it wrote
+    to its error file, if there is anything readable.
     """
     try:
-        return gate.read_json(file, kinds.WORKER_ERROR)["message"]
+        report = gate.read_json(file, kinds.WORKER_ERROR)
     except gate.Refused:
-        return {}
+        report = {}
+    return Failure(rank, pid, code, report.get("when", time.time()), report)
 
 
-def cause(failures: dict) -> str:
-    """Return a text about the worker that failed first. `failures`: torch's ProcessFailure of each
-    rank. A rank killed by a signal from outside (other than SIGTERM) comes first, else the earliest
-    failure: its traceback with rank and exit code, or its message alone for refused input (exit
-    code 2).
+def cause(failures: Sequence[Failure]) -> str:
+    """Return a text about the worker that failed first. A rank killed by a signal from outside
+    (other than SIGTERM) comes first, else the earliest failure: its traceback with rank and exit
+    code, or its message alone for refused input (exit code 2).
     """
-    killed = [f for f in failures.values() if f.exitcode < 0 and f.exitcode != -signal.SIGTERM]
+    killed = [f for f in failures if f.exit_code < 0 and f.exit_code != -signal.SIGTERM]
     if killed:
-        first, name = killed[0], signal.Signals(-killed[0].exitcode).name
+        first, name = killed[0], signal.Signals(-killed[0].exit_code).name
         hint = " (out of memory?)" if name == "SIGKILL" else ""
         return (
-            f"dolmen: rank {first.local_rank} (pid {first.pid}) was killed by {name}{hint}; all "
+            f"dolmen: rank {first.rank} (pid {first.pid}) was killed by {name}{hint}; all "
             "ranks were stopped"
         )
-    failed = [f for f in failures.values() if f.exitcode not in (-signal.SIGTERM, 130, 143)]
-    first = min(failed or failures.values(), key=lambda f: f.timestamp)
-    report = first.error_file_data.get("message")  # as `process.end` wrote it
-    text = report["message"] if isinstance(report, dict) else "no traceback"
-    if first.exitcode == 2:
-        return text.rstrip()
+    failed = [f for f in failures if f.exit_code not in (-signal.SIGTERM, 130, 143)]
+    first = min(failed or failures, key=lambda f: f.when)
+    text = first.report.get("text", "no traceback").rstrip()
+    if first.exit_code == 2:
+        return text
     return (
-        f"{text.rstrip()}\n"
-        f"dolmen: rank {first.local_rank} failed (exit code {first.exitcode}); "
+        f"{text}\ndolmen: rank {first.rank} failed (exit code {first.exit_code}); "
         "all ranks were stopped"
     )
 

@@ -24,6 +24,7 @@ from dolmen.core.torch_private import strings
 
 LAUNCHER = "DOLMEN_LAUNCHER"  # pid of the launcher that started this worker
 HANDED = "DOLMEN_HANDED"  # the file with the configuration that this launcher has checked
+ERROR_FILE = "DOLMEN_ERROR_FILE"  # where a worker of this launcher writes why it failed
 PR_SET_PDEATHSIG = 1
 RESTART_COUNTS = {
     "torchrun, our launcher": strings.RESTARTS,
@@ -45,13 +46,12 @@ folder that knows this id (training/start.py) is a restart."""
 
 
 def die_with_launcher() -> None:
-    """Have the kernel kill this process (SIGKILL) when its launcher, dolmen's or torchrun's agent,
-    ends in any way. Nothing happens in a process that neither has started. Call it before slow
-    imports.
+    """Have the kernel kill this process (SIGKILL) when torchrun's agent, which started it, ends in
+    any way. No-op in other processes; workers of dolmen's launcher die with its fork server
+    (fork_server.py). Call it before slow imports.
     """
-    if LAUNCHER not in os.environ and strings.RUN not in os.environ:
-        return
-    die_with(int(os.environ.get(LAUNCHER, os.getppid())))
+    if strings.RUN in os.environ and not launched_here():
+        die_with(os.getppid())
 
 
 def die_with(parent: int) -> None:
@@ -290,8 +290,8 @@ def end(text: str, code: int = 1, **facts: bool) -> NoReturn:
     useless; hang: a rank hung), or to stderr where another launcher or none started it.
     """
     if launched_here():
-        with open(os.environ[strings.ERROR_FILE], "w") as f:
-            json.dump(strings.worker_error(text, int(time.time() * 1e6), **facts), f)
+        with open(os.environ[ERROR_FILE], "w") as f:
+            json.dump({"text": text, "when": time.time(), **facts}, f)
     else:
         print(text, file=sys.stderr, flush=True)
     sys.stdout.flush()

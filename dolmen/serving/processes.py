@@ -54,7 +54,7 @@ class Resolved:
         started = process.read_launch()
         # one process needs no launcher: it works here
         if started is None and self.layout.world > 1:
-            return launcher.launch(self.layout.world, [self.verb], handed=options)
+            return launcher.launch(self.layout.world, [self.verb], handed=options, imports=__name__)
         return process.run_worker(lambda: self._join(started, work))
 
     def _join(self, started: Launch | None, work: Callable[..., int]) -> int:

@@ -181,7 +181,7 @@ def _start_processes(request: TrainRequest, guarded: Guard) -> int:
     world, restarts = resolved.layout.world, request.handling.max_restarts
     if world == 1 and not restarts:
         return guarded(lambda: finish_run(request, None, worker(request, None, device, prepared)))
-    code = launcher.launch(world, ["train"], restarts, to_dict(request))
+    code = launcher.launch(world, ["train"], restarts, to_dict(request), __name__)
     if code or request.stop_after is not None:
         return code
     return guarded(lambda: finish(resolved, request.out))

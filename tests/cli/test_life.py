@@ -18,7 +18,7 @@ import pytest
 import tinyrun
 import yaml
 from seals import seal_again
-from test_processes import LIGHT, TWO, parent, ranks, wait
+from test_processes import LIGHT, TWO, in_workers, parent, ranks, wait
 from tinyrun import dolmen, losses, rows, same, tensors
 
 import dolmen as package
@@ -429,9 +429,10 @@ def test_what_a_killed_launcher_leaves_is_deleted_by_the_next(tmp_path, monkeypa
         (tmp_path / name / mark).write_text("mine")
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": tinyrun.path_of(tmp_path)}
     (tmp_path / "sitecustomize.py").write_text(
-        "import os, time\n"
-        f"if os.environ.get('RANK'): open({str(tmp_path)!r} + '/ready' + os.environ['RANK'] + "
-        "str(os.getppid()), 'w').close(); time.sleep(120)"
+        in_workers(
+            f"import os, time; open({str(tmp_path)!r} + '/ready' + os.environ['RANK'] + "
+            "str(os.getppid()), 'w').close(); time.sleep(120)"
+        )
     )
     argv = [sys.executable, "-c", LIGHT, "--version"]
     killed, living = (subprocess.Popen(argv, env=env) for _ in range(2))

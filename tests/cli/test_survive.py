@@ -18,6 +18,7 @@ from test_processes import (
     TWO,
     WORKER,
     at_step,
+    in_workers,
     meanwhile,
     parent,
     ranks,
@@ -106,7 +107,7 @@ def light(tmp_path, monkeypatch, capfd, code: str, max_restarts: int = 2) -> tup
         f"if RANK: open({str(tmp_path)!r} + f'/begun-{{RANK}}-"
         "{os.environ[\"TORCHELASTIC_RESTART_COUNT\"]}', 'w').close()"
     )
-    (tmp_path / "sitecustomize.py").write_text(f"{WORKER}\n{started}\n{code}")
+    (tmp_path / "sitecustomize.py").write_text(in_workers(f"{WORKER}\n{started}\n{code}"))
     monkeypatch.setenv("PYTHONPATH", tinyrun.path_of(tmp_path))
     return (
         launcher.launch(2, ["--version"], max_restarts),

@@ -5,7 +5,6 @@ it for: what a new release of torch is asked first.
 import ast
 import inspect
 import io
-import json
 import logging
 import pickle
 import re
@@ -17,7 +16,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import pytest
 import torch
@@ -509,19 +507,6 @@ def functions_that_pickles_name():
 @claim("checkpoints.MAGIC")
 def what_files_before_torch_1_6_begin_with():
     assert private("checkpoints.MAGIC") == torch.serialization.MAGIC_NUMBER
-
-
-@claim("strings.ERROR_FILE", "strings.worker_error")
-def _():
-    elastic = "torch.distributed.elastic.multiprocessing"
-    assert private("strings.ERROR_FILE") in source(f"{elastic}.api")
-    left = private("strings.worker_error")("why", 3_000_000, final=True)
-    with NamedTemporaryFile("w") as file:
-        json.dump(left, file)
-        file.flush()
-        failure = import_module(f"{elastic}.errors").ProcessFailure(0, 1, 2, file.name)
-    assert (failure.message, failure.timestamp) == (left["message"], 3_000_000)
-    assert failure.error_file_data == left and failure.error_file_data["message"]["final"]
 
 
 @claim("strings.RESTARTS", "strings.RUN", "strings.ONE_STORE")

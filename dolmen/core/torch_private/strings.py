@@ -6,9 +6,6 @@ LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 """A variable of the environment: gloo connects two ranks when they first talk. Read as each group
 is made, and torch has no other way to request it. 2.11 to 2.13."""
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""A variable: where a worker leaves why it failed (`worker_error`). 2.11 to 2.13."""
-
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 """A variable: how often torchrun has started the group again. Documented. 2.11 to 2.13."""
 
@@ -19,15 +16,6 @@ RUN = "TORCHELASTIC_RUN_ID"
 ONE_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """A variable: the ranks meet in the store that their launcher holds ("True"), and none of them
 makes one. 2.11 to 2.13."""
-
-
-def worker_error(text: str, microseconds: int, **facts: bool) -> dict:
-    """Return the dict that a failed worker writes as JSON to ERROR_FILE: torch's `ProcessFailure`
-    reads `message` and the timestamp in `extraInfo` (`microseconds` since 1970); `facts`, which
-    dolmen reads, are added beside them. 2.11 to 2.13.
-    """
-    # torch's record is the inner dict, under a key of the same name
-    return {"message": {"message": text, "extraInfo": {"timestamp": str(microseconds)}, **facts}}
 
 
 TORCH = "/torch/"
