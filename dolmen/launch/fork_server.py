@@ -99,7 +99,7 @@ def _fork_workers(connection: socket.socket) -> None:
     workers: dict[int, tuple[str, int]] = {}  # descriptor of the process -> its rank and pid
     while True:
         for ready in select.select([connection, *workers], [], [])[0]:
-            if ready is not connection:
+            if isinstance(ready, int):
                 rank, pid = workers.pop(ready)
                 os.close(ready)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
