@@ -48,6 +48,7 @@ ENVIRONMENT = (
     "core/mesh.py",
     "core/environment.py",
     "cli/__init__.py",
+    "launch/fork_server.py",
     "launch/launcher.py",
     "launch/process.py",
 )  # the entry point

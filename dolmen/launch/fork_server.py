@@ -3,15 +3,16 @@ imports take 2 s of CPU time, which otherwise every worker and every restart wou
 
     launcher -- socket -- fork server -- fork --> rank 0, rank 1, ...
 
-It does nothing else, so a fork is safe: it has no threads, no OpenMP pool and no CUDA context. One
-message of the launcher is the environment of a worker to fork; messages back are `[rank, pid,
-null]` when it is forked and `[rank, pid, exit code]` when it has ended. When the launcher ends, the
-kernel kills the server, and with it the workers.
+It does nothing else, so a fork is safe: it has no OpenMP pool, no CUDA context and no threads
+(NumPy's OpenBLAS starts some on import, and ends them before a fork).
+
+A message of the launcher is the environment of a worker to fork, as in /proc/PID/environ. Messages
+back are "RANK PID" when it is forked and "RANK PID CODE", with its exit code, when it has ended.
+When the launcher ends, the kernel kills the server, and with it the workers.
 """
 
 import ctypes
 import gc
-import json
 import os
 import runpy
 import select
@@ -49,7 +50,7 @@ class ForkServer:
         server has ended.
         """
         try:
-            self.connection.send(json.dumps(dict(environment)).encode())
+            self.connection.send("\0".join(f"{n}={v}" for n, v in environment.items()).encode())
         except OSError:
             pass  # `receive` reports it
 
@@ -67,8 +68,8 @@ class ForkServer:
             message = b""
         if not message:
             raise EOFError
-        rank, pid, code = json.loads(message)
-        return rank, pid, code
+        rank, pid, *code = map(int, message.split())
+        return rank, pid, code[0] if code else None
 
     def close(self) -> int:
         """End the server and with it any worker that is left. Return its exit code."""
@@ -103,12 +104,14 @@ def _fork_workers(connection: socket.socket) -> None:
                 rank, pid = workers.pop(ready)
                 os.close(ready)
                 code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                connection.send(json.dumps([int(rank), pid, code]).encode())
+                connection.send(f"{rank} {pid} {code}".encode())
                 continue
             message = connection.recv(MESSAGE_BYTES)
             if not message:
                 os._exit(0)  # the kernel kills the workers that are left
-            os.environ.update(json.loads(message))
+            for variable in message.decode().split("\0"):
+                name, _, value = variable.partition("=")
+                os.environ[name] = value
             rank, pid = os.environ["RANK"], os.fork()
             if pid == 0:
                 process.die_with(server)
@@ -118,7 +121,7 @@ def _fork_workers(connection: socket.socket) -> None:
                 ctypes.CDLL(None).prctl(PR_SET_NAME, f"dolmen rank {rank}".encode())
                 return
             workers[os.pidfd_open(pid)] = rank, pid
-            connection.send(json.dumps([int(rank), pid, None]).encode())
+            connection.send(f"{rank} {pid}".encode())
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ class Failure(NamedTuple):
     when: float
     """Seconds since 1970."""
     report: dict[str, Any]
-    """What it wrote as it failed (`process.end`): text, when, final, hang; {} if nothing."""
+    """The content of its error file (`process.end`): text, when, final, hang; {} without one."""
 
 
 class _End(NamedTuple):
