@@ -11,6 +11,7 @@ import openai
 import pytest
 import served
 import tinyrun
+from benchmarks.killing import workers
 from served import until
 
 import dolmen as package
@@ -18,11 +19,6 @@ import dolmen as package
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
 PROMPTS = ["abc def", "hij", "a b c d e f g h i j", "jjj"]
-
-
-def children(pid: int) -> list[int]:
-    found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(one) for one in found]
 
 
 @pytest.mark.spawn
@@ -50,8 +46,8 @@ def test_a_model_over_tp_is_served_and_ends_when_asked(material, tmp_path):
                 found = list(threads.map(ask, PROMPTS * 2))
             alone = package.load(model, dtype="float32").generate(PROMPTS, max_new_tokens=16)
             assert found == [one.text for one in alone] * 2
-            ranks = children(running.pid)
-            assert len(ranks) >= 2
+            ranks = [*workers(running.pid).values()]
+            assert len(ranks) == 2
             running.send_signal(signal.SIGTERM)
             assert running.wait(60) == 0
             until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
