@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-from types import SimpleNamespace
 
 import pytest
 
@@ -201,21 +200,18 @@ def test_folders_of_killed_launchers_alone_are_deleted(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "other", "used"]
 
 
-def failure(code: int, at: float, rank: int = 0, message: object = None):
-    data = {"message": message} if message else {}
-    return SimpleNamespace(
-        exitcode=code, timestamp=at, local_rank=rank, pid=100 + rank, error_file_data=data
-    )
+def failure(code: int, at: float, rank: int = 0, text: str | None = None) -> launcher.Failure:
+    return launcher.Failure(rank, 100 + rank, code, at, {"text": text} if text else {})
 
 
 @pytest.mark.parametrize(
     "failures, text",
     (
         (
-            [failure(1, 5.0, 0, {"message": "late\n"}), failure(1, 3.0, 1, {"message": "early\n"})],
+            [failure(1, 5.0, 0, "late\n"), failure(1, 3.0, 1, "early\n")],
             "early\ndolmen: rank 1 failed (exit code 1); all ranks were stopped",
         ),
-        ([failure(2, 3.0, 1, {"message": "refused\n"})], "refused"),
+        ([failure(2, 3.0, 1, "refused\n")], "refused"),
         (
             [failure(1, 1.0), failure(-signal.SIGKILL, 9.0, 3)],
             "dolmen: rank 3 (pid 103) was killed by SIGKILL (out of memory?); all ranks were "
@@ -227,7 +223,7 @@ def failure(code: int, at: float, rank: int = 0, message: object = None):
         ),
         # those that were asked to end come last
         (
-            [failure(143, 1.0), failure(-signal.SIGTERM, 1.0, 1), failure(1, 8.0, 2, "?")],
+            [failure(143, 1.0), failure(-signal.SIGTERM, 1.0, 1), failure(1, 8.0, 2)],
             "no traceback\ndolmen: rank 2 failed (exit code 1); all ranks were stopped",
         ),
         (
@@ -237,4 +233,4 @@ def failure(code: int, at: float, rank: int = 0, message: object = None):
     ),
 )
 def test_the_first_failure_is_told(failures, text):
-    assert launcher.cause(dict(enumerate(failures))) == text
+    assert launcher.cause(failures) == text

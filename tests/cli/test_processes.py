@@ -574,42 +574,6 @@ def test_every_verb_tells_half_set_variables(words, monkeypatch):
     )
 
 
-def failure(rank: int, code: int, text: str | None = None, when: int = 0) -> launcher.Failure:
-    return launcher.Failure(rank, 100 + rank, code, when, {"text": text} if text else {})
-
-
-@pytest.mark.parametrize(
-    "failures, said",
-    [
-        (
-            [failure(0, 1, "Traceback\nsecond\n", 2), failure(1, 1, "Traceback\nfirst\n", 1)],
-            "Traceback\nfirst\ndolmen: rank 1 failed (exit code 1); all ranks were stopped",
-        ),
-        (
-            [failure(0, 1, "consequence", 1), failure(1, -9)],
-            "dolmen: rank 1 (pid 101) was killed by SIGKILL (out of memory?); all ranks were "
-            "stopped",
-        ),
-        (
-            [failure(0, -15), failure(1, -11)],
-            "dolmen: rank 1 (pid 101) was killed by SIGSEGV; all ranks were stopped",
-        ),
-        (
-            [failure(0, -15), failure(1, 1, "Traceback\nmine")],
-            "Traceback\nmine\ndolmen: rank 1 failed (exit code 1); all ranks were stopped",
-        ),
-        ([failure(0, 2, "dolmen: use less"), failure(1, -15)], "dolmen: use less"),
-        (
-            [failure(1, 3)],
-            "no traceback\ndolmen: rank 1 failed (exit code 3); all ranks were stopped",
-        ),
-    ],
-    ids=range(6),
-)
-def test_the_cause_is_the_first(failures, said):
-    assert launcher.cause(failures) == said
-
-
 @pytest.fixture
 def ended(monkeypatch):
     """os._exit, observed."""

@@ -11,10 +11,10 @@ import openai
 import pytest
 import served
 import tinyrun
-from benchmarks.killing import workers
 from served import until
 
 import dolmen as package
+from benchmarks.killing import workers
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
