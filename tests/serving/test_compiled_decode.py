@@ -116,6 +116,12 @@ def test_packed_weights_are_inputs_of_the_graph(dtype, graphs):
         model.get_parameter("layers.0.mlp.up.weight").mul_(-1)
     changed, expected = (run(model, batch=3, compile=c, weights=weights)[0] for c in (True, False))
     assert changed == expected != found and len(graphs) == 1
+    # nor is another number of sequences, as where some finish
+    for batch in (4, 2):
+        more, expected = (
+            run(model, batch=batch, compile=c, weights=weights)[0] for c in (True, False)
+        )
+        assert more == expected and len(graphs) == 1
 
 
 def test_samples_that_share_pages_are_compiled(graphs):

@@ -126,11 +126,12 @@ _library.define(
 for _key in ("CPU", "MkldnnCPU"):  # packed weights have a dispatch key of their own
     _library.impl("prepacked_linear", _prepacked_linear, _key)
     _library.impl("multiply_integers", _multiply_integers, _key)
-# what the compiler sees of a packed weight has the shape of the plain one
-_library.impl("prepacked_linear", lambda x, w, _: x.new_empty(len(x), len(w)), "Meta")
+# What the compiler sees of a packed weight has the shape of the plain one. Of x the size is asked,
+# not the `len`, which would be a constant of the graph.
+_library.impl("prepacked_linear", lambda x, w, _: x.new_empty(x.shape[0], w.shape[0]), "Meta")
 _library.impl(
     "multiply_integers",
-    lambda x, _, scale, *__: x.new_empty(len(x), len(scale), dtype=torch.float32),
+    lambda x, _, scale, *__: x.new_empty(x.shape[0], scale.shape[0], dtype=torch.float32),
     "Meta",
 )
 
