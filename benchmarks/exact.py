@@ -79,6 +79,7 @@ def main() -> None:
     parser.add_argument("--micros", type=int, default=1, help="microbatches of a step")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--limits", type=int, nargs="*", default=[1, 4, 8])
+    parser.add_argument("--cp", type=int, nargs="*", default=[1], help="limits of cp")
     options = parser.parse_args()
     allocator.keep_freed_memory()
     with process_group_context(None, torch.device("cpu")):
@@ -92,20 +93,26 @@ def compare(options: argparse.Namespace) -> None:
     tokens = torch.randint(options.vocab, (options.rows, options.tokens + 1), generator=seeded)
     batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
     sides = {"fast": start(options, None, mesh)}
-    for limit in options.limits:
-        sides[f"exact, tp up to {limit}"] = start(options, Exact(limit, options.tokens), mesh)
+    for tp in options.limits:
+        for cp in options.cp:
+            name = f"exact, tp up to {tp}" + (f", cp up to {cp}" if cp > 1 else "")
+            sides[name] = start(options, Exact(tp, options.tokens, cp), mesh)
     found = {name: [] for name in sides}
     for state in sides.values():
         seconds(state, batch, mesh)  # allocates
     for _ in range(options.rounds):
         for name, state in sides.items():
             found[name].append(seconds(state, batch, mesh))
+    width = max(20, *map(len, found))
     for name, times in found.items():
         ratios = [a / b for a, b in zip(times, found["fast"], strict=True)]
-        print(f"{name:20} {statistics.median(times):.3f} s  x {statistics.median(ratios):.2f}")
+        typical, ratio = statistics.median(times), statistics.median(ratios)
+        print(f"{name:{width}} {typical:.3f} s  x {ratio:.2f}")
     digests = [digest_seconds(sides["fast"], mesh) for _ in range(options.rounds)]
     count = sum(p.numel() for p in sides["fast"].model.parameters())
-    print(f"{'digests of a receipt':20} {statistics.median(digests):.3f} s  of {count:,} weights")
+    print(
+        f"{'digests of a receipt':{width}} {statistics.median(digests):.3f} s  of {count:,} weights"
+    )
 
 
 if __name__ == "__main__":

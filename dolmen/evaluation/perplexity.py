@@ -217,8 +217,7 @@ def _groups(model: Decoder, rows: ScoringRows, mesh: Mesh, micros: int) -> Itera
     lengths = rows.lengths - 1
     # longest first: the largest forward comes first, and fails early if it does not fit
     order = np.argsort(-lengths, kind="stable")
-    multiple = 2 * mesh.cp.size if mesh.cp.size > 1 else 1
-    multiple *= mesh.tp.size if model.tp.sequence else 1
+    multiple = model.split.cp.multiple * (mesh.tp.size if model.tp.sequence else 1)
     at = 0
     while at < len(order):
         length = int(lengths[order[at]])

@@ -209,7 +209,7 @@ class Attention(Branch):
             sum_rows = (
                 partial(exact.sum_heads, exact=kernels.exact, axis=self.tp.axis)
                 if self.norm_of == "heads"
-                else exact.sum_sequences
+                else partial(exact.sum_sequences, exact=kernels.exact)
             )
         self.q_norm, self.k_norm = (
             None if norm is None else Norm(norm, select_prefix(params, name), kernels, sum_rows)
@@ -274,7 +274,7 @@ class Attention(Branch):
             q, k = score_bias.append_key_bias(q, k, steps, self.extra_key_dims)
         sinks = None if self.sinks is None else local(self.sinks.weight)
         if sinks is not None and self.tp.exact is not None:
-            sinks = exact.expand_tokens(sinks, *q.shape[:2])
+            sinks = exact.expand_tokens(sinks, len(q), q.shape[1], self.tp.exact)
         if cache is None:
             y = self.scores(q, k, v, inputs, sinks)
         else:

@@ -377,7 +377,9 @@ class Decoder(nn.Module):
         # what is the same for all layers
         inputs = self._layer_inputs(tokens, noise, documents)
         ids = self._positions(tokens, cache, positions)
-        y = self._embed_tokens(tokens, ids, inputs) if here.first else x
+        # this cp rank's tokens (zigzag); a cache has them in their order
+        mine = tokens if cache is not None else self.split.cp.split(tokens, 1)
+        y = self._embed_tokens(mine, ids, inputs) if here.first else x
         assert y is not None, "a stage that is not the first is given x"
         # once per forward and kind of layer: 2 tables for Gemma 3's 26 to 62 layers
         known = self.position_inputs(part, ids, self._lengths(tokens, cache, positions))
@@ -398,14 +400,13 @@ class Decoder(nn.Module):
         return self._apply_head(y, len(tokens), end) if here.last else y
 
     def _embed_tokens(self, tokens: Tensor, positions: Tensor, inputs: LayerInputs) -> Tensor:
-        """Return the first block's input [this rank's tokens, hidden]: embeddings of `tokens`
-        (whole sequences, split over cp here), projection, positions, block positions, types, norm,
-        dropout, as the model has. `positions` [streams, b, s / cp] are split already; b may be 1
-        for all sequences.
+        """Return the first block's input [this rank's tokens, hidden]: embeddings of `tokens` [b, s
+        / cp], projection, positions, block positions, types, norm, dropout, as the model has.
+        `positions` [streams, b, s / cp]; b may be 1 for all sequences.
         """
         assert self.embed is not None
-        # this cp rank's tokens (zigzag); tp ranks then add up their rows of the vocabulary
-        x = self.embed(self.split.cp.split(tokens, 1).reshape(-1))
+        # tp ranks add up their rows of the vocabulary
+        x = self.embed(tokens.reshape(-1))
         if self.project_in is not None:
             x = self.project_in(x)
         # BERT's types and GLM's block positions are the last stream, plain positions the first

@@ -325,8 +325,8 @@ class MoE(Component):
             weights = self._add_router_losses(logits, routing, inputs.batch, inputs.balance)
         # n k rows, sorted by expert: those of one expert are one matrix product
         order = moe.sort(routing.experts, self.number)
-        batch = inputs.batch
-        leaves = moe.sequence_counts(routing.experts, batch, self.number) if exact else None
+        parts = self._parts(inputs.batch)
+        leaves = moe.sequence_counts(routing.experts, parts, self.number) if exact else None
         # all-to-all: each row goes to the ep rank of its expert
         rows, trip = expert.dispatch(
             moe.spread(entered, order, exact), order.counts, self.ep, self.kernel, leaves
@@ -341,6 +341,13 @@ class MoE(Component):
         return self.tp.leave(
             y if self.shared is None else y + self._shared_expert(self.shared, entered, inputs)
         )
+
+    def _parts(self, batch: int) -> int:
+        """Return the number of parts into which this rank's tokens of `batch` sequences are cut:
+        with exact numerics pairs of chunks, where gradients are kept; else sequences.
+        """
+        # without gradients tokens may be those of a cache, of any number
+        return batch * (self.cp.pairs // self.cp.axis.size if torch.is_grad_enabled() else 1)
 
     def _shared_expert(
         self, shared: MLP, x: Float[Tensor, "n hidden"], inputs: LayerInputs
@@ -384,18 +391,19 @@ class MoE(Component):
         """
         # tokens of a whole sequence
         length = len(logits) // batch * self.cp.axis.size
+        parts = self._parts(batch)
         # counts of this rank's tokens, [batch, experts]
         here = moe.sequence_counts(routing.experts, batch, self.number)
         exact = self.tp.exact is not None
         uneven = moe.balance_losses(
             routing.probabilities,
-            collectives.reduce_scalar(here, self.cp.axis),
+            collectives.reduce_scalar(here, self.cp.axis).repeat_interleave(parts // batch, 0),
             length,
             self.k,
             exact,
         )
         # mean square of logsumexp (ST-MoE, 2202.08906, eq. 5), per sequence
-        z = moe.z_losses(logits, batch, length)
+        z = moe.z_losses(logits, parts, length)
         losses = torch.stack((uneven, z), 1)
         statistics = (round_losses(losses.detach()) if exact else losses.detach().double()).sum(0)
         loss = (self.balance * uneven + self.z * z).sum()

@@ -111,7 +111,12 @@ def split_model(
             kernels.fp8,
             exact=kernels.exact,
         ),
-        ContextParallel(mesh.cp, layout.context, kernels.attention),
+        ContextParallel(
+            mesh.cp,
+            layout.context,
+            kernels.attention,
+            1 if kernels.exact is None else kernels.exact.cp,
+        ),
         mesh.ep,
         mesh.edp,
         parts,

@@ -68,7 +68,8 @@ def product(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "
     if m >= LEAST and n >= LEAST:
         return a @ b
     a, b = F.pad(a, (0, 0, 0, max(0, LEAST - m))), F.pad(b, (0, max(0, LEAST - n)))
-    return (a @ b)[:m, :n].contiguous()
+    # no view, which autograd lets nobody write to
+    return (a @ b)[:m, :n].clone(memory_format=torch.contiguous_format)
 
 
 def sum_of_products(
@@ -157,6 +158,27 @@ class _SumOver(TypedFunction):
 def sum_over(x: Float[Tensor, "*shape"], dim: int) -> Float[Tensor, "*rest"]:
     """Return `add_pairs` of x over `dim`, with autograd."""
     return _SumOver.apply(x, dim)
+
+
+class _Copies(TypedFunction):
+    """Autograd of `copies`."""
+
+    @staticmethod
+    def forward(ctx: Context[None], x: Tensor, number: int) -> tuple[Tensor, ...]:
+        """Return `number` views of x."""
+        return tuple(x.view_as(x) for _ in range(number))
+
+    @staticmethod
+    def backward(ctx: Context[None], *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient of x."""
+        return add_pairs(torch.stack(grads), 0), None
+
+
+def copies(x: Float[Tensor, "*any"], number: int) -> tuple[Float[Tensor, "*any"], ...]:
+    """Return `number` views of x with autograd: their gradients, which all must have, are added in
+    the fixed order of a tree, where autograd's order follows from its graph.
+    """
+    return _Copies.apply(x, number)
 
 
 class _AddBias(TypedFunction):

@@ -125,7 +125,11 @@ class Kernels:
             f"attention by {self.attention}{reason}, {grouped}"
             f"norms {NORMS[self.norm]}, {self.logits_at_once >> 20} Mi logits at once, "
             f"squares {SQUARES[self.squares]}"
-            + (f", all sums exact for tp up to {self.exact.tp}" if self.exact else "")
+            + (
+                f", all sums exact for tp up to {self.exact.tp}, cp up to {self.exact.cp}"
+                if self.exact
+                else ""
+            )
         )
 
 

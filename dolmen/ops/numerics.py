@@ -10,8 +10,8 @@ that their sums are made of. Needs no torch.
                          storage order or threads (ops/invariant.py)
 
 A sum over heads, over the feed-forward width or over the vocabulary has `tp` leaves; a sum over
-tokens has one per sequence, and one per `tokens` / `tp` tokens where sequence parallelism cuts a
-sequence.
+tokens has `cp` per sequence, one for each pair of chunks that a rank of the largest cp holds
+(parallel/context.py), and `tp` times as many where sequence parallelism cuts them.
 """
 
 import math
@@ -145,6 +145,10 @@ class ExactConfig:
     """Largest --layout.tp whose runs have the same bits. It has to divide heads, key-value heads
     and widths of the model, and another limit gives other bits.
     """
+    cp: Literal[1, 2, 4, 8, 16, 32, 64] = 1
+    """Largest --layout.cp whose runs have the same bits. Sequences are cut into twice as many
+    chunks in every run, and another limit gives other bits.
+    """
 
 
 @dataclass(frozen=True)
@@ -157,13 +161,22 @@ class Exact:
     """
     tokens: int
     """Tokens of a sequence."""
+    cp: int = 1
+    """Leaves of a sum over the tokens of a sequence: the largest cp, a power of two."""
+
+    @property
+    def leaf(self) -> int:
+        """Number of tokens of a leaf of a sum over tokens: a sequence, or one of its `cp` pairs of
+        chunks.
+        """
+        return self.tokens // self.cp
 
     @property
     def token_leaf(self) -> int:
-        """Number of tokens of a leaf where sequence parallelism may split a sequence: over as many
-        ranks as both `tp` and the sequence are divisible by.
+        """Number of tokens of a leaf where sequence parallelism may split a leaf: over as many
+        ranks as both `tp` and the leaf are divisible by.
         """
-        return self.tokens // math.gcd(self.tokens, self.tp)
+        return self.leaf // math.gcd(self.leaf, self.tp)
 
     def block(self, vocab_size: int) -> int:
         """Return how many rows of a vocabulary of `vocab_size` are in a leaf; the last leaves may

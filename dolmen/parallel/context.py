@@ -20,6 +20,20 @@ gradients; these O(length).
 
 Where a prefix is seen both ways, queries see keys behind them too, and the first ranks have the
 more pairs.
+
+Exact numerics (parallel/exact.py) cut sequences for the largest cp, --train.exact.cp, whatever cp
+is: rank r holds several neighbouring pairs of chunks, each pair in the order in which a rank of the
+largest cp has it. So the order of all tokens is the same at every cp, and sums over them have the
+same leaves. With a limit of 4:
+
+    pairs    0 7 | 1 6 | 2 5 | 3 4
+    cp 4     0     1     2     3
+    cp 2     0     0     1     1
+    cp 1     0     0     0     0
+
+Attention is computed for one chunk of queries at a time. Keys are gathered, and their gradients
+added by a tree: of the two chunks of a pair, of a rank's pairs, of ranks. A ring would add them in
+the order of arrival.
 """
 
 from collections.abc import Iterator
@@ -34,8 +48,10 @@ from torch.autograd.function import once_differentiable
 from dolmen.core import collectives, transfers
 from dolmen.core.autograd import Context, TypedFunction
 from dolmen.core.mesh import Axis
+from dolmen.core.reduction import widen
 from dolmen.core.torch_private import compute
 from dolmen.ops import attention as ops
+from dolmen.ops import invariant
 from dolmen.ops.attention import Attend, AttentionBackend, Documents, dropout
 from dolmen.ops.attention.score_bias import join_sinks, sink_gradient
 from dolmen.ops.attention.spec import Attended, Keys, LogSum, Place, Queries, Values
@@ -45,24 +61,43 @@ from dolmen.ops.attention_support import AttentionName
 @dataclass(frozen=True)
 class ContextParallel:
     """Sequences split over `axis` in zigzag chunks, dim 1: S(1, zigzag). On an axis of size 1 every
-    method keeps the whole sequence and sends nothing.
+    method keeps the whole sequence, reordered where `limit` is more, and sends nothing.
     """
 
     axis: Axis
     kind: Literal["ring", "gather"] = "ring"
     kernel: AttentionName = "blocks"
     """Attention backend: see ops/kernels.py."""
+    limit: int = 1
+    """Largest cp of all runs with the same bits (exact numerics), which the size of `axis` divides.
+    """
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of chunks that a sequence is cut into: one for each rank, or for each of the
+        largest cp with exact numerics.
+        """
+        return max(self.limit, self.axis.size)
+
+    @property
+    def multiple(self) -> int:
+        """Number that must divide the length of a sequence: that of its chunks; 1 if it is not
+        cut.
+        """
+        return 1 if self.pairs == 1 else 2 * self.pairs
 
     @property
     def backend(self) -> AttentionBackend:
         """The attention backend that `kernel` names, an entry of BACKENDS."""
         return ops.BACKENDS[self.kernel]
 
-    def chunks(self, rank: int) -> tuple[int, int]:
-        """Return the indices of the two chunks, of 2 x size that a sequence is cut into, that a
-        rank holds, in their order: r and 2 size - 1 - r (zigzag).
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """Return the indices of the chunks, of 2 x pairs that a sequence is cut into, that a rank
+        holds, in their order: p and 2 pairs - 1 - p for each of its pairs (zigzag).
         """
-        return rank, 2 * self.axis.size - 1 - rank
+        here = self.pairs // self.axis.size
+        mine = range(rank * here, (rank + 1) * here)
+        return tuple(chunk for pair in mine for chunk in (pair, 2 * self.pairs - 1 - pair))
 
     def indices(self, length: int, device: torch.device) -> Int64[Tensor, " here"]:
         """Return the indices, in a sequence of `length` tokens, of this rank's length / size
@@ -71,18 +106,19 @@ class ContextParallel:
         return self.split(torch.arange(length, device=device), 0)
 
     def split(self, x: Shaped[Tensor, "*whole"], dim: int) -> Shaped[Tensor, "*here"]:
-        """Return this rank's tokens, the two zigzag chunks, along `dim` of a tensor that all ranks
-        hold whole (tokens, labels, starts); no autograd. x itself on an axis of size 1. Raises
-        ValueError where 2 x size does not divide the dim.
+        """Return this rank's tokens, its zigzag chunks, along `dim` of a tensor that all ranks
+        hold whole (tokens, labels, starts); no autograd. x itself if sequences are not cut. Raises
+        ValueError where 2 x pairs does not divide the dim.
         """
-        if self.axis.size == 1:
+        if self.pairs == 1:
             return x
-        if x.shape[dim] % (2 * self.axis.size):
+        if x.shape[dim] % self.multiple:
+            option = "layout.cp" if self.limit == 1 else "train.exact.cp"
             raise ValueError(
-                f"a sequence of {x.shape[dim]} tokens is not divisible by 2 x layout.cp "
-                f"({2 * self.axis.size}): use another --train.sequence-length or --layout.cp"
+                f"a sequence of {x.shape[dim]} tokens is not divisible by 2 x {option} "
+                f"({self.multiple}): use another --train.sequence-length or --{option}"
             )
-        n = x.shape[dim] // (2 * self.axis.size)
+        n = x.shape[dim] // self.multiple
         return torch.cat(
             [x.narrow(dim, chunk * n, n) for chunk in self.chunks(self.axis.rank)], dim
         )
@@ -107,6 +143,8 @@ class ContextParallel:
         q, k, v are of length / size tokens, S(1, zigzag), and so is the result. `attend` is of this
         rank's heads and documents. With dropout keys and values are gathered, whatever `kind` is.
         """
+        if self.limit > 1:
+            return self._attend_by_pairs(q, k, v, attend)
         if attend.dropout is not None:
             k, v = self.gather_keys(k, v)
             return dropout.attention(q, k, v, attend, self.indices(k.shape[1], k.device))
@@ -126,6 +164,26 @@ class ContextParallel:
             out.append(self.backend.attention(*here, attend.part(mine, i), stop - end))
         return torch.cat(out, 1)
 
+    def _attend_by_pairs(self, q: Queries, k: Keys, v: Values, attend: Attend) -> Attended:
+        """Return what `attention` does with exact numerics: one chunk of queries at a time, to the
+        keys before its end. Gradients of keys and values are summed in fp32 and rounded once.
+        """
+        k, v = self.gather_keys(widen(k), widen(v))
+        chunks, rows = self.chunks(self.axis.rank), self.indices(k.shape[1], k.device)
+        keys, values = (invariant.copies(t, len(chunks) // 2) for t in (k, v))
+        n, out = q.shape[1] // len(chunks), []
+        for i, chunk in enumerate(chunks):
+            mine, end = slice(i * n, (i + 1) * n), (chunk + 1) * n
+            k, v = (t[i // 2][:, :end].to(q.dtype) for t in (keys, values))
+            part = attend.part(mine, i)
+            if part.dropout is not None:
+                out.append(dropout.attention(q[:, mine], k, v, part, rows[mine]))
+                continue
+            # documents are those of one sequence (model/attention.py); a chunk in its first
+            # document has none, as on a rank that has no other chunk
+            out.append(self.backend.attention(q[:, mine], k, v, part.sequence(0)))
+        return torch.cat(out, 1)
+
     def gather_keys(
         self,
         k: Float[Tensor, "batch here kv_heads size"],
@@ -135,9 +193,9 @@ class ContextParallel:
         Float[Tensor, "batch length kv_heads value_size"],
     ]:
         """Return the keys and values of all ranks, in the order of the sequence (S(1, zigzag) ->
-        R): one all-gather, with autograd. k and v themselves on an axis of size 1.
+        R): one all-gather, with autograd. k and v themselves if sequences are not cut.
         """
-        if self.axis.size == 1:
+        if self.pairs == 1:
             return k, v
         both = collectives.all_gather(torch.cat((k, v), 3), 1, self.axis)
         k, v = both.split((k.shape[3], v.shape[3]), 3)
@@ -145,7 +203,7 @@ class ContextParallel:
 
     def _reorder(self, x: Tensor) -> Tensor:
         """Return x, gathered rank by rank along dim 1, with dim 1 in the order of the sequence."""
-        first, second = x.unflatten(1, (self.axis.size, 2, -1)).unbind(2)
+        first, second = x.unflatten(1, (self.pairs, 2, -1)).unbind(2)
         return torch.cat((first, second.flip(1)), 1).flatten(1, 2)
 
     def visible(self, source: int, n: int, attend: Attend) -> Iterator[tuple[slice, slice, Place]]:

@@ -8,23 +8,27 @@ splits a sum decides who adds which subtree, and what crosses ranks is added in 
     dX of q, k, v; of    per leaf (q_j + k_j) + v_j, then a tree over j: a rank's leaves, then
     gate and up          over tp
     dX of the head       blocks of the vocabulary: a rank's, then over tp
-    dW                   sequences: those of a microbatch, then over microbatches, then over dp
-    dW of experts        the rows of a sequence are a leaf; then as dW: a rank of ep adds the
+    dW                   `cp` leaves of a sequence (pairs of chunks): a rank's, then over cp, for
+                         each microbatch; sequences: those of a microbatch, then over microbatches,
+                         then over dp
+    dW of experts        its rows of a leaf of tokens; then as dW: a rank of ep adds the
                          microbatches of each other's, then ranks, and edp follows
-    sinks                tokens, within a sequence; then sequences
-    dW of down           parts of a sequence, as of norms
+    sinks                tokens, within a pair; then pairs and sequences
+    dW of down           parts of a pair, as of norms
     projections, routers
     shared key of MLA    `tp` leaves of heads: a rank's, then over tp
     dW of q and k norms  tokens, then `tp` leaves of heads: a rank's, then over tp, all within a
-                         sequence; then sequences
-    dW of norms, biases, the same, of parts of a sequence under sequence parallelism, whose ranks
-    learned positions    are added for each microbatch
+                         pair; then pairs and sequences
+    dW of norms, biases, the same, of parts of a pair under sequence parallelism, whose ranks are
+    learned positions    added for each microbatch
+    dK, dV               pairs of chunks of queries: a rank's, then over cp
     loss                 tokens, on a grid on which fp64 additions are exact, so in any order
     gradient norm        the same, on a grid that follows from the largest number
 
 So microbatches and the sequences of a dp rank are powers of two in number: else a rank would hold
-no whole subtree. Since (a + b) / count is not a / count + b / count when rounded, gradients are
-divided by the count of tokens when they are complete (training/step.py).
+no whole subtree. Where cp splits sequences a microbatch is one sequence, as its parts are added
+before those of the next. Since (a + b) / count is not a / count + b / count when rounded,
+gradients are divided by the count of tokens when they are complete (training/step.py).
 """
 
 import math
@@ -33,6 +37,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Float64
 from torch import Tensor, nn
 
@@ -68,9 +73,9 @@ class LeafProduct:
         leaves = exact.tp // tp
         match cut:
             case "inputs":
-                return LeafProduct(exact.tokens, inputs=leaves)
+                return LeafProduct(exact.leaf, inputs=leaves)
             case "outputs":
-                return LeafProduct(exact.tokens, outputs=leaves)
+                return LeafProduct(exact.leaf, outputs=leaves)
         # a rank may have a part of a sequence
         return LeafProduct(exact.token_leaf)
 
@@ -132,20 +137,20 @@ class LeafProduct:
 def sum_heads(
     x: Float[Tensor, "batch length heads size"], exact: Exact, axis: Axis
 ) -> Float[Tensor, " size"]:
-    """Return the sum over tokens and over the heads of all ranks of tp: within a sequence over
-    tokens, then over leaves of heads, which `axis` splits; then over sequences.
+    """Return the sum over tokens and over the heads of all ranks of tp: within a leaf of tokens
+    over these, then over leaves of heads, which `axis` splits; then over leaves of tokens.
     """
-    per_head = invariant.add_pairs(widen(x), 1)
+    per_head = invariant.add_pairs(widen(x).reshape(-1, exact.leaf, *x.shape[2:]), 1)
     leaves = per_head.unflatten(1, (exact.tp // axis.size, -1))
-    per_sequence = invariant.add_pairs(invariant.add_pairs(leaves, 2), 1)
-    return invariant.add_pairs(collectives.sum_(per_sequence.contiguous(), axis), 0)
+    per_leaf = invariant.add_pairs(invariant.add_pairs(leaves, 2), 1)
+    return invariant.add_pairs(collectives.sum_(per_leaf.contiguous(), axis), 0)
 
 
 def sum_sequences(
-    x: Float[Tensor, "batch length heads size"],
+    x: Float[Tensor, "batch length heads size"], exact: Exact
 ) -> Float[Tensor, "heads size"]:
-    """Return the sum over tokens of x: within a sequence, then over sequences."""
-    return invariant.add_pairs(invariant.add_pairs(widen(x), 1), 0)
+    """Return the sum over tokens of x: within a leaf of tokens, then over leaves."""
+    return invariant.sum_tokens(x.flatten(0, 1), exact.leaf)
 
 
 class _ExpandHeads(TypedFunction):
@@ -181,30 +186,31 @@ class _ExpandTokens(TypedFunction):
     """Autograd of `expand_tokens`."""
 
     @staticmethod
-    def forward(ctx: Context[None], x: Tensor, batch: int, length: int) -> Tensor:
+    def forward(ctx: Context[Exact], x: Tensor, batch: int, length: int, exact: Exact) -> Tensor:
         """Return x once for each token, a view."""
+        ctx.kept = exact
         return x.expand(batch, length, -1)
 
     @staticmethod
-    def backward(ctx: Context[None], g: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of x, in fp32 or wider: the sum over tokens, then sequences."""
-        return invariant.add_pairs(invariant.add_pairs(widen(g), 1), 0), None, None
+    def backward(ctx: Context[Exact], g: Tensor) -> tuple[Tensor, None, None, None]:
+        """Return the gradient of x, in fp32 or wider: the sum over tokens, then leaves."""
+        return invariant.sum_tokens(g.flatten(0, 1), ctx.kept.leaf), None, None, None
 
 
 def expand_tokens(
-    x: Float[Tensor, " heads"], batch: int, length: int
+    x: Float[Tensor, " heads"], batch: int, length: int, exact: Exact
 ) -> Float[Tensor, "{batch} {length} heads"]:
     """Return x once for each of `length` tokens of `batch` sequences, with autograd: gradients are
-    added by a tree over the tokens of a sequence, then by one over sequences.
+    added by a tree over the tokens of a leaf, then by one over leaves.
     """
-    return _ExpandTokens.apply(x, batch, length)
+    return _ExpandTokens.apply(x, batch, length, exact)
 
 
 class ExactReduction(Reduction):
     """Gradients of a step added by a tree over microbatches, in whatever order the schedule makes
     them. Each parameter's is taken from autograd after each backward, whole, and crosses fsdp with
     the last, whatever the stage of ZeRO: 2 and 3 hold P of gradients, too, and a tree of m
-    microbatches up to log2(m) P more.
+    microbatches up to log2(m) P / cp more.
     """
 
     def __init__(
@@ -240,8 +246,8 @@ class ExactReduction(Reduction):
 
     def end_backward(self, micro: int, last: bool) -> None:
         """Take the gradients that a backward of microbatch `micro` has left, sum partial ones over
-        tp, and add each to its parameter's tree over microbatches; after the `last` of the step,
-        set the totals as gradients and reduce them over fsdp.
+        tp and all over cp, and add each to its parameter's tree over microbatches; after the `last`
+        of the step, set the totals as gradients and reduce them over fsdp. Collective.
         """
         done = [(name, copy) for name, copy in self.copies if copy.grad is not None]
         self.copies[:] = [(name, copy) for name, copy in self.copies if copy.grad is None]
@@ -250,9 +256,11 @@ class ExactReduction(Reduction):
                 gradient, p.grad = p.grad, None
                 if name in self.partial:
                     gradient = collectives.sum_(gradient.contiguous(), self.mesh.tp)
-                total = self.trees.setdefault(name, Tree(self.micros)).add(micro, gradient)
+                total = self.trees.setdefault(name, Tree(self.micros)).add(
+                    micro, self._sum_over_cp(gradient)
+                )
                 if total is not None:
-                    self.totals[name] = total
+                    self.totals[name] = self._widen_part(total, gradient.shape)
         if last:
             self.copies.clear()  # those of a recomputed forward have no gradient
             for name, p in self._gradient_holders():
@@ -262,6 +270,27 @@ class ExactReduction(Reduction):
             super().accumulate_weight_gradients(last)
             for head in self.totals.values():
                 self._add_tied(head)
+
+    def _sum_over_cp(self, gradient: Tensor) -> Tensor:
+        """Return the sum over cp of a gradient, whose ranks have parts of the same sequence: this
+        rank's equal part of it, flat. The gradient itself on an axis of size 1. Collective.
+        """
+        axis = self.mesh.cp
+        if axis.size == 1:
+            return gradient
+        padded = F.pad(gradient.reshape(-1), (0, -gradient.numel() % axis.size))
+        return collectives.reduce_scatter(padded, 0, axis)
+
+    def _widen_part(self, part: Tensor, shape: torch.Size) -> Tensor:
+        """Return a gradient of `shape` with this rank's `part` of `_sum_over_cp`, and -0.0, which
+        changes no sum, in the place of other ranks' parts: fsdp, which is dp x cp, adds them.
+        """
+        axis = self.mesh.cp
+        if axis.size == 1:
+            return part
+        full = part.new_full((axis.size, len(part)), -0.0)
+        full[axis.rank] = part
+        return full.view(-1)[: shape.numel()].view(shape)
 
     def _add_tied(self, head: Tensor) -> None:
         """Add `head`, the gradient that a tied head has left, to that of the embedding, after each

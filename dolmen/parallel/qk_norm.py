@@ -10,6 +10,7 @@ and one for the keys crosses tp, both at once, and in backward as many.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from jaxtyping import Float
@@ -63,7 +64,8 @@ class _OverWidth(TypedFunction):
             ((d - n * mean) * scale).to(q.dtype)
             for d, n, mean, scale in zip(dnormal, normal, means, scales, strict=True)
         ]
-        sum_tokens = _sum_tokens if ctx.kept.exact is None else exact.sum_sequences
+        leaves = ctx.kept.exact
+        sum_tokens = _sum_tokens if leaves is None else partial(exact.sum_sequences, exact=leaves)
         dw = [
             # flat here: autograd would round a view's fp32 gradient to the weight's dtype
             sum_tokens(g * n.to(g.dtype)).flatten() if wants else None

@@ -64,9 +64,7 @@ def embed(
     with autograd: each rank looks up its own, zero elsewhere, and they are summed over tp
     (`TensorParallel.leave`). All tokens, or this rank's (S(0)) under sequence parallelism.
     """
-    look_up = (
-        F.embedding if tp.exact is None else partial(invariant.embedding, leaf=tp.exact.tokens)
-    )
+    look_up = F.embedding if tp.exact is None else partial(invariant.embedding, leaf=tp.exact.leaf)
     if tp.axis.size == 1:
         return look_up(tokens, weight)
     first, size = vocabulary_range(vocab_size, tp.axis)
@@ -118,12 +116,11 @@ class LogitsCall(NamedTuple):
     def chunks(self, tokens: int, rows: int) -> list[slice]:
         """Slice `tokens` into chunks of at least one token whose logits, of `rows` local vocabulary
         rows, have at most `at_once` elements, counting a soft cap's slopes, which are as many. With
-        exact numerics a chunk is a sequence.
+        exact numerics a chunk is a leaf of tokens.
         """
         if self.tp.exact is not None:
             return [
-                slice(at, at + self.tp.exact.tokens)
-                for at in range(0, tokens, self.tp.exact.tokens)
+                slice(at, at + self.tp.exact.leaf) for at in range(0, tokens, self.tp.exact.leaf)
             ]
         tensors = 1 if self.soft_cap is None else 2
         size = max(1, self.at_once // (tensors * rows))
@@ -228,8 +225,8 @@ class _LinearCrossEntropy(TypedFunction):
 
 
 class SequenceGradients:
-    """Gradients of the head with exact numerics, from those of logits, a sequence at a time: of the
-    input by a tree over blocks of the vocabulary, of weight and bias by one over sequences.
+    """Gradients of the head with exact numerics, from those of logits, a leaf of tokens at a time:
+    of the input by a tree over blocks of the vocabulary, of weight and bias by one over leaves.
     """
 
     def __init__(
@@ -242,7 +239,7 @@ class SequenceGradients:
     def input_gradient(
         self, dlogits: Float[Tensor, "tokens rows"]
     ) -> Float[Tensor, "tokens hidden"]:
-        """Return the input gradient of a sequence, a partial sum over tp."""
+        """Return the input gradient of a leaf of tokens, a partial sum over tp."""
         pairs = zip(dlogits.split(self.block, 1), self.blocks, strict=True)
         return invariant.sum_of_products(pairs, len(self.blocks))
 
@@ -256,12 +253,12 @@ class SequenceGradients:
         self, i: int, dlogits: Float[Tensor, "tokens rows"]
     ) -> Float[Tensor, " rows"] | None:
         """Add sequence i; return the bias gradient of all with the last, else None."""
-        return self.biases.add(i, invariant.sum_tokens(dlogits, self.exact.tokens))
+        return self.biases.add(i, invariant.sum_tokens(dlogits, self.exact.leaf))
 
 
 class _ExactLinearCrossEntropy(_LinearCrossEntropy):
-    """The same with exact numerics (parallel/exact.py): a chunk is a sequence, dX is added over
-    blocks of the vocabulary, dW over sequences, and losses in fp64.
+    """The same with exact numerics (parallel/exact.py): a chunk is a leaf of tokens, dX is
+    added over blocks of the vocabulary, dW over leaves of tokens, and losses in fp64.
     """
 
     @staticmethod

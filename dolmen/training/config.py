@@ -306,7 +306,7 @@ class RunConfig:
         """
         leaves = None
         if self.train.numerics == "exact":
-            leaves = Exact(self.train.exact.tp, self.sequence_length)
+            leaves = Exact(self.train.exact.tp, self.sequence_length, self.train.exact.cp)
         adapter = self.adapter.resolve(self.known_model)
         return replace(self.train.training, adapter=adapter, exact=leaves)
 
@@ -378,10 +378,13 @@ class RunConfig:
         """Sequences that a process computes at once: --train.microbatch-size, else the largest
         divisor of the process's batch with at most 4,096 tokens (4,096 x cp if cp splits
         sequences). In a pipeline it leaves 4 or more microbatches per stage, and a number of
-        microbatches that is a multiple of pp, where possible. For pairs it is even.
+        microbatches that is a multiple of pp, where possible. For pairs it is even; 1 where cp
+        splits sequences with exact numerics.
         """
         if self.train.microbatch_size:
             return self.train.microbatch_size
+        if self.train.numerics == "exact" and self.layout.cp > 1:
+            return 1
         batch = max(1, self.train.global_batch_size // (self.layout.dp or 1))
         pp = self.layout.pp
         most = max(

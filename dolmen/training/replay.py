@@ -173,6 +173,8 @@ def without_outputs(config: RunConfig, layout: Layout) -> RunConfig:
     """
     if layout != Layout():
         config = replace(config, layout=replace(layout, dp=layout.dp or 1, reduction="fixed"))
+    if layout.cp > 1:  # then a microbatch is a sequence, and no microbatch size changes a bit
+        config = replace(config, train=replace(config.train, microbatch_size=1))
     return replace(
         config,
         checkpoint=replace(config.checkpoint, to=None, every=0, snapshot_every=0),

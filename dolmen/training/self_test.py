@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from dolmen.core import consensus
-from dolmen.core.mesh import Mesh
+from dolmen.core.mesh import Axis, Mesh
 from dolmen.model.attention import Attention, LatentAttention
 from dolmen.model.spec import LatentAttentionSpec, ModelSpec
 from dolmen.ops import invariant
-from dolmen.ops.attention import Attend, blockwise
+from dolmen.ops.attention import Attend
 from dolmen.ops.numerics import Exact
+from dolmen.parallel.context import ContextParallel
 
 
 class ProductShape(NamedTuple):
@@ -52,7 +53,7 @@ def check_machine(
     on the layout, computes on a GPU, or has a CPU that gives other bits than the first rank's.
     `dtype`: of compute. `generates`: single tokens are computed, too (rollouts). Collective.
     """
-    shapes = product_shapes(spec, exact, microbatch_size, mesh.tp.size)
+    shapes = product_shapes(spec, exact, microbatch_size, mesh.tp.size, mesh.cp.size)
     if generates:
         shapes += [shape._replace(leaf_m=1) for shape in shapes if shape.transposed == "b"]
     if mesh.device.type == "cpu":
@@ -89,11 +90,11 @@ def digest_operators(dtype: torch.dtype = torch.float32) -> dict[str, str]:
     x = _random_matrix(64, 200, False)
     positive = x.abs() + 0.1
     functions = (torch.exp, torch.log, torch.rsqrt, torch.tanh, torch.erf, torch.cos, torch.sin)
-    heads = x.to(dtype).view(1, 50, 4, 64)
+    heads, whole = x.to(dtype).view(1, 50, 4, 64), ContextParallel(Axis("cp"))
     with invariant.one_thread():
         results = {
             "product": invariant.product(x.to(dtype), _random_matrix(200, 48, True, dtype)),
-            "attention": torch.cat(_attention(heads, heads, heads, heads, Attend())),
+            "attention": torch.cat(_attention(heads, heads, heads, heads, Attend(), whole)),
             "sum": positive.sum(-1),
             **{function.__name__: function(positive) for function in functions},
         }
@@ -104,17 +105,18 @@ def digest_operators(dtype: torch.dtype = torch.float32) -> dict[str, str]:
 
 
 def product_shapes(
-    spec: ModelSpec, exact: Exact, microbatch_size: int, tp: int
+    spec: ModelSpec, exact: Exact, microbatch_size: int, tp: int, cp: int = 1
 ) -> list[ProductShape]:
     """Return the shapes of the matrix products that a rank computes with each weight that tp splits
     (output, input gradient, weight gradient), each once, with the shape of the smallest part
-    (leaf) whose bits must not depend on the layout.
+    (leaf) whose bits must not depend on the layout. cp splits the tokens.
     """
-    tokens, tokens_per_leaf, leaves = microbatch_size * exact.tokens, exact.tokens, exact.tp
+    tokens, tokens_per_leaf = microbatch_size * exact.tokens // cp, exact.leaf
+    leaves = exact.tp
     shapes = []
     for leaf in dict.fromkeys(spec.params.values()):
         if leaf.role == "head" or spec.head.tied and leaf == spec.params["embed.weight"]:
-            # multiplied a sequence at a time
+            # multiplied a leaf of tokens at a time
             out, block = -(-leaf.shape[0] // tp), exact.block(leaf.shape[0])
             shapes += _column_shapes(tokens_per_leaf, tokens_per_leaf, out, block, leaf.shape[1])
         elif leaf.role == "expert":
@@ -137,28 +139,30 @@ def product_shapes(
 
 
 def _column_shapes(
-    tokens: int, sequence: int, out: int, leaf: int, inputs: int
+    tokens: int, tokens_per_leaf: int, out: int, leaf: int, inputs: int
 ) -> list[ProductShape]:
     """Return the three products (output, input gradient, weight gradient) of a rank's part [out,
-    inputs] of a weight that tp splits over its outputs. Leaves have `sequence` of the `tokens` rows
-    and `leaf` of the outputs.
+    inputs] of a weight that tp splits over its outputs. Leaves have `tokens_per_leaf` of the
+    `tokens` rows and `leaf` of the outputs.
     """
     return [
-        ProductShape(tokens, inputs, out, sequence, leaf, "b"),
-        ProductShape(tokens, leaf, inputs, sequence, inputs),
-        ProductShape(out, sequence, inputs, leaf, inputs, "a"),
+        ProductShape(tokens, inputs, out, tokens_per_leaf, leaf, "b"),
+        ProductShape(tokens, leaf, inputs, tokens_per_leaf, inputs),
+        ProductShape(out, tokens_per_leaf, inputs, leaf, inputs, "a"),
     ]
 
 
-def _row_shapes(tokens: int, sequence: int, out: int, inputs: int, leaf: int) -> list[ProductShape]:
+def _row_shapes(
+    tokens: int, tokens_per_leaf: int, out: int, inputs: int, leaf: int
+) -> list[ProductShape]:
     """Return the three products (output, input gradient, weight gradient) of a rank's part [out,
-    inputs] of a weight that tp splits over its inputs. Leaves have `sequence` of the `tokens` rows
-    and `leaf` of the inputs.
+    inputs] of a weight that tp splits over its inputs. Leaves have `tokens_per_leaf` of the
+    `tokens` rows and `leaf` of the inputs.
     """
     return [
-        ProductShape(tokens, leaf, out, sequence, out, "b"),
-        ProductShape(tokens, out, inputs, sequence, leaf),
-        ProductShape(out, sequence, inputs, out, leaf, "a"),
+        ProductShape(tokens, leaf, out, tokens_per_leaf, out, "b"),
+        ProductShape(tokens, out, inputs, tokens_per_leaf, leaf),
+        ProductShape(out, tokens_per_leaf, inputs, out, leaf, "a"),
     ]
 
 
@@ -212,8 +216,10 @@ def find_broken_attention(
 ) -> str | None:
     """Compute each of the model's attention layers, forward and gradients, from random numbers in
     `dtype`: for a microbatch with a tp rank's heads, and for its last sequence and key-value head
-    alone on one thread. Return a text about the first whose bits differ; None if all agree.
+    alone on one thread; over all chunks of the largest cp, as one process computes them. Return a
+    text about the first whose bits differ; None if all agree.
     """
+    context = ContextParallel(Axis("cp"), limit=exact.cp)
     for mixer in dict.fromkeys(block.mixer for block in spec.blocks):
         latent = isinstance(mixer, LatentAttentionSpec)
         heads = mixer.heads // tp
@@ -231,20 +237,28 @@ def find_broken_attention(
             )
         )
         attend = LatentAttention.attend(mixer) if latent else Attention.attend(mixer)
-        full = _attention(q, k, v, g, attend)
+        full = _attention(q, k, v, g, attend, context)
         cut = (t[-1:, :, -n:] for t, n in zip((q, k, v, g), (group, 1, 1, group), strict=True))
         with invariant.one_thread():
-            part = _attention(*cut, attend=attend._replace(first_head=heads - group))
+            attend = attend._replace(first_head=heads - group)
+            part = _attention(*cut, attend=attend, context=context)
         for rank_part, of_all in zip(part, full, strict=True):
             if not torch.equal(rank_part, of_all[-1:, :, -rank_part.shape[2] :]):
                 return f"attention over {exact.tokens} tokens of {heads} heads than of {group}"
     return None
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, g: Tensor, attend: Attend) -> tuple[Tensor, ...]:
-    """Return (output, gradients of q, k and v) of the attention `attend`, for a gradient g of the
-    output.
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    attend: Attend,
+    context: ContextParallel,
+) -> tuple[Tensor, ...]:
+    """Return (output, gradients of q, k and v) of the attention `attend` on an axis of size 1, for
+    a gradient g of the output.
     """
     q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-    y = blockwise.attention(q, k, v, attend)
+    y = context.attention(q, k, v, attend)
     return y.detach(), *torch.autograd.grad(y, (q, k, v), g)

@@ -175,8 +175,8 @@ AFTER = f"""
     train.no-deterministic train.spike train.spike-factor train.max-skipped-steps train.hang-seconds
     train.fp8.format train.fp8.unrounded train.fp8.first-layers train.fp8.last-layers
     train.fp8.amax-history train.fp8.amax-compute train.fp8.margin train.fp8.scale-interval
-    train.exact.tp train.router.balance train.router.aux-loss-coef train.router.z-loss-coef
-    train.router.bias-rate train.new-rows.share train.new-rows.first
+    train.exact.tp train.exact.cp train.router.balance train.router.aux-loss-coef
+    train.router.z-loss-coef train.router.bias-rate train.new-rows.share train.new-rows.first
     checkpoint.every checkpoint.keep checkpoint.snapshot-every checkpoint.to
     log.verbose log.no-verbose log.every log.validate-every log.profile log.to
     log.validate-sources log.no-validate-sources

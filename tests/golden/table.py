@@ -107,7 +107,7 @@ class Layout(layouts.Layout):
         words, _, short = (part.strip() for part in words.partition("|"))
         given = {"words": words, "short": tuple(short.split())}
         for word in words.split():
-            if number := re.fullmatch(r"(tp|cp|pp|dp|ep|zero|acc|v|layers)(\d)", word):
+            if number := re.fullmatch(r"(tp|cp|pp|dp|ep|zero|acc|v|layers)(\d+)", word):
                 given[names.get(number[1], number[1])] = int(number[2])
             elif word == "sp":
                 given["sequence_parallel"] = True

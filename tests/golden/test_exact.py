@@ -179,9 +179,18 @@ DEEPSEEK = Tiny(
     replace(EXACT.training, router=RouterTraining(balance="bias", bias_rate=0.1)),
 )
 DROPPED = Tiny(MASKED.spec, replace(EXACT.training, dropout=0.2))
+
+
+def cut(config: Tiny) -> Tiny:
+    """The same with sequences cut for context parallelism over up to four ranks."""
+    return Tiny(config.spec, replace(config.training, exact=Exact(LIMIT, LENGTH, 4)))
+
+
 # AdamW's own eps: where g is about eps, a gradient's last bit is a step of lr
 UPDATE = replace(OPTIMIZER, eps=1e-8)
-OPTIMIZERS = {MASKED: replace(UPDATE, name="muon"), DEEPSEEK: replace(UPDATE, name="muon")}
+MUONS = (MASKED, cut(MASKED), DEEPSEEK, cut(DEEPSEEK))
+OPTIMIZERS = dict.fromkeys(MUONS, replace(UPDATE, name="muon"))
+DOCUMENTS = (MASKED, DROPPED, cut(MASKED), cut(DROPPED))
 
 
 def batches(mesh: Mesh, steps: int, documents: bool = False) -> list[Batch]:
@@ -228,7 +237,7 @@ def run(mesh: Mesh, layout: Layout, config: Tiny = EXACT, steps: int = STEPS, **
     train = start(config, mesh, layout, **{"optimizer": OPTIMIZERS.get(config, UPDATE)} | options)
     found = {}
     with observed_gradients(train) as gradients:
-        documents = config in (MASKED, DROPPED)
+        documents = config in DOCUMENTS
         for step, batch in enumerate(batches(mesh, steps, documents)):
             metrics = optimizer_step(train, batch, mesh)
             found |= {f"loss {step}": metrics.loss, f"norm {step}": metrics.grad_norm}
@@ -355,6 +364,26 @@ pp2 dp2 tp2 sp acc4 zero3 full fixed
 LONG = """
 dp2 tp2 sp zero3 acc4 fixed
 """
+# a microbatch of one sequence for each of 16 rows, where cp splits them
+CONTEXT = """
+cp2 gather acc16 zero1 fixed
+cp2 dp2 gather acc8 zero3 full fixed
+"""
+CONTEXT_FULL = """
+acc4 zero1
+dp2 zero2 acc2 fixed
+tp2 sp zero3 acc2 fixed
+cp4 gather acc16 zero2 fixed
+cp2 tp2 gather acc16 zero1 fixed
+cp2 tp2 sp gather acc16 zero3 selective fixed
+pp2 cp2 gather acc16 zero-bubble zero1 fixed
+pp2 cp2 dp2 gather acc8 zero2 fixed
+"""
+CONTEXT_OTHERS = """
+cp4 gather acc16 zero1 fixed
+cp2 tp2 sp gather acc16 zero3 fixed
+pp2 cp2 gather acc16 zero-bubble zero1 fixed
+"""
 
 
 def rows(lines: str, name: str = "llama", full: bool = False, **options) -> list[Row]:
@@ -380,6 +409,22 @@ LAYOUTS = [
     *rows(EXPERTS_FULL + EP, "experts", full=True, config=MIXTURE),
     *rows(EXPERTS_FULL + EP, "latents, experts in groups", full=True, config=DEEPSEEK),
     *rows(LONG, "llama, 50 steps", full=True, steps=50),
+    *rows(CONTEXT, "llama, chunks", config=cut(EXACT)),
+    *rows(CONTEXT_FULL, "llama, chunks", full=True, config=cut(EXACT)),
+    *rows("dp2 ep2 zero2 acc2 fixed", "experts, chunks", full=True, config=cut(MIXTURE)),
+    *(
+        row
+        for name, config in {
+            "variation": GEMMA,
+            "masks, tied, Muon": MASKED,
+            "dropout": DROPPED,
+            "norms, biases, positions": GPT2,
+            "parallel blocks": PARALLEL,
+            "experts": MIXTURE,
+            "latents, experts in groups": DEEPSEEK,
+        }.items()
+        for row in rows(CONTEXT_OTHERS, f"{name}, chunks", full=True, config=cut(config))
+    ),
 ]
 
 
@@ -390,8 +435,11 @@ def test_every_layout_has_the_bits_of_one_process(row, result):
 
 @pytest.mark.parametrize(
     "config",
-    [GPT2, PARALLEL, MIXTURE, DEEPSEEK],
-    ids=["norms, biases, positions", "parallel", "experts", "latents, experts in groups"],
+    [GPT2, PARALLEL, MIXTURE, DEEPSEEK, cut(PARALLEL), cut(MIXTURE)],
+    ids=[
+        *("norms, biases, positions", "parallel", "experts", "latents, experts in groups"),
+        *("parallel, chunks", "experts, chunks"),
+    ],
 )
 def test_exact_numerics_differ_from_fast_by_rounding(config):
     """Losses, norms and first moments, a tenth of the first gradients."""
@@ -483,6 +531,16 @@ def neighbours_swapped(g, x, leaves):
     order = [0, 2, 1, *range(3, len(leaves))]
     gs, xs = (None if t is None else torch.cat([t.split(leaves)[i] for i in order]) for t in (g, x))
     return SUM_LEAVES(gs, xs, [leaves[i] for i in order])
+
+
+class ChunksLast(exact.ExactReduction):
+    """Ranks of cp added by FSDP, when each has added its parts of all sequences."""
+
+    def _sum_over_cp(self, gradient):
+        return gradient
+
+    def _widen_part(self, part, shape):
+        return part
 
 
 MEANS, SORT, SUM_LEAVES = qk_norm._means, moe.sort, invariant.sum_leaves
@@ -608,6 +666,21 @@ DAMAGES = {
         lambda *args: BALANCE_LOSSES(*args[:4]),
         MIXTURE,
     ),
+    "ranks of cp swapped": (
+        "cp4 gather acc16 zero1 fixed",
+        transfers,
+        "tree_sum",
+        last_first,
+        cut(EXACT),
+    ),
+    "chunks after sequences": (
+        "cp2 gather acc16 zero1 fixed",
+        exact,
+        "ExactReduction",
+        ChunksLast,
+        cut(EXACT),
+    ),
+    "chunks of a sequence in one sum": ("zero1 acc4", Exact, "leaf", LENGTH, cut(EXACT)),
     "squares off the grid": (
         "dp4 zero1 fixed",
         exact,
@@ -668,6 +741,9 @@ HALVES = [
         EXPERTS + EXPERTS_FULL + EP, "latents, experts in groups", full=True, config=DEEPSEEK
     ),
     *half_rows(LONG, "llama, 50 steps", full=True, steps=50),
+    *half_rows(CONTEXT, "llama, chunks", full=True, config=cut(EXACT)),
+    *half_rows(CONTEXT_OTHERS, "masks, tied, Muon, chunks", full=True, config=cut(MASKED)),
+    *half_rows(CONTEXT_OTHERS, "norms, biases, positions, chunks", full=True, config=cut(GPT2)),
 ]
 
 

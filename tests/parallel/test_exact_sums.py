@@ -77,7 +77,7 @@ def test_gradients_of_what_all_tokens_share():
     """Over the tokens of a sequence, then over sequences."""
     sinks = torch.zeros(3, requires_grad=True)
     g = torch.randn(4, 7, 3, generator=torch.Generator().manual_seed(0))
-    exact.expand_tokens(sinks, 4, 7).backward(g)
+    exact.expand_tokens(sinks, 4, 7, Exact(1, 7)).backward(g)
     sequences = torch.stack([tree_sum(tokens) for tokens in g])
     assert sinks.grad is not None and torch.equal(sinks.grad, tree_sum(sequences))
     assert not torch.equal(sinks.grad, tree_sum(g.flatten(0, 1)))

@@ -24,6 +24,7 @@ from dolmen.files.gate import Refused
 from dolmen.model.layout import Layout
 from dolmen.model.spec import LayerRun
 from dolmen.ops import invariant
+from dolmen.ops.attention import blockwise
 from dolmen.ops.numerics import Exact
 from dolmen.planning import dryrun
 from dolmen.planning.config import DryrunConfig, DryrunRequest
@@ -39,6 +40,7 @@ from dolmen.training.self_test import ProductShape
 material, one_thread = tinyrun.material, tinyrun.one_thread
 
 EXACT = {"numerics": "exact", "exact": {"tp": 2}, "steps": 6, "sequence_length": 10}
+CUT = {"exact": {"tp": 2, "cp": 2}, "sequence_length": 12}
 UPDATE = {"lr": 1e-2, "warmup_steps": 2, "clip": 0.3}
 
 
@@ -73,7 +75,48 @@ REFUSED = {
     "preferences": ({"objective": {"name": "dpo"}}, "objective.name is dpo"),
     "adapters": ({"adapter": {"rank": 4}}, "adapter.rank is 4"),
     "new rows": ({"train": {"new_rows": {"share": 0.5}}}, "train.new-rows.share is 0.5"),
-    "a ring": ({"layout": {"cp": 2}}, "layout.cp is 2"),
+    "cp over the limit": (
+        {"layout": {"cp": 2, "context": "gather", "reduction": "fixed"}},
+        r"layout.cp \(2\) does not divide train.exact.cp \(1\): set --layout.cp 1 or a larger",
+    ),
+    "a ring": (
+        {"train": CUT, "layout": {"cp": 2, "reduction": "fixed"}},
+        "layout.context is ring, .* set --layout.context gather",
+    ),
+    "cp and ep": (
+        {
+            "train": CUT,
+            "layout": {"cp": 2, "dp": 2, "ep": 2, "context": "gather", "reduction": "fixed"},
+        },
+        "layout.ep is 2 and layout.cp 2, .* set --layout.ep 1 or --layout.cp 1",
+    ),
+    "sequences of a microbatch": (
+        {
+            "train": CUT | {"microbatch_size": 2},
+            "layout": {"cp": 2, "context": "gather", "reduction": "fixed"},
+        },
+        r"train.microbatch-size \(2\): with layout.cp \(2\) .* set --train.microbatch-size 1",
+    ),
+    "chunks": (
+        {"train": CUT | {"sequence_length": 10}},
+        r"train.sequence-length \(10\) is not divisible by 2 x train.exact.cp \(4\)"
+        ".* --train.sequence-length 12",
+    ),
+    "tokens of a chunk": (
+        {
+            "model": {"num_attention_heads": 8, "num_key_value_heads": 8},
+            "train": CUT | {"exact": {"tp": 4, "cp": 2}},
+            "layout": {
+                **{"tp": 4, "cp": 2, "sequence_parallel": True},
+                **{"context": "gather", "reduction": "fixed"},
+            },
+        },
+        "gives each of tp .* 1.5 of the 1 x 6 tokens .* leaves of 3: set .* multiple of 8",
+    ),
+    "rollouts in chunks": (
+        {"train": CUT, "objective": {"name": "grpo"}, "data": {"rows": "prompts"}},
+        "train.exact.cp is 2, and objective grpo .* set --train.exact.cp 1",
+    ),
     "ZeRO 0": ({"layout": {"zero": 0}}, "layout.zero is 0, and train.numerics exact covers 1 or 2"),
     "sums in any order": ({"layout": {"tp": 2}}, "set --layout.reduction fixed"),
     "tp over the limit": (
@@ -155,6 +198,10 @@ REFUSED = {
         {"train": {"numerics": "fast"}},
         r"train.exact.tp \(2\) is a limit of exact numerics",
     ),
+    "a limit of cp alone": (
+        {"train": {"numerics": "fast", "exact": {"cp": 2}}},
+        r"train.exact.cp \(2\) is a limit of exact numerics",
+    ),
 }
 
 
@@ -199,6 +246,8 @@ def test_a_dry_run_is_refused(material):
         {"model": LATENT},
         {"model": {"sliding_window": 4, "model_type": "mistral"}},
         {"train": {"dropout": 0.1}, "optimizer": {"name": "muon"}, "data": {"document_mask": True}},
+        {"train": CUT | {"microbatch_size": 4}},
+        {"train": CUT, "layout": {"cp": 2, "context": "gather", "tp": 2, "zero": 3}},
     ],
 )
 def test_is_covered(sections, material):
@@ -314,6 +363,8 @@ def test_the_self_test_has_every_product(material):
     assert sorted(elements) == sorted([q_and_o, q_and_o // 2, kv, wide, wide // 2, head])
     assert {s.leaf_m for s in shapes if s.transposed != "a"} == {10}
     assert {s.m for s in shapes if s.transposed != "a"} == {10, 40}
+    cut = self_test.product_shapes(spec, Exact(2, 12, 2), 1, 1, 2)
+    assert {(s.m, s.leaf_m) for s in cut if s.transposed != "a"} == {(6, 6)}
     halves = self_test.product_shapes(spec, Exact(2, 10), 4, 2)
     assert all(s.leaf_n in (s.n, s.n // 2) for s in shapes)
     assert all((s.leaf_n, s.leaf_m) in ((s.n, s.m), (s.n, 10)) for s in halves)
@@ -352,13 +403,14 @@ def train(
     layout = layout or Layout(dp=1)
     mesh = layout.mesh(torch.device("cpu")) if dist.is_initialized() else SINGLE
     sections = {"layout": vars(layout), "optimizer": UPDATE, "checkpoint": {"every": 3}}
-    run = config(material, options, model=model or {}, **sections)
+    run = config(material, CUT | options, model=model or {}, **sections)
     return run_training(run, out, mesh, Console(quiet=True), resumed=resumed)
 
 
 LAYOUTS = {
     "tp": Layout(tp=2, dp=1, sequence_parallel=True, reduction="fixed"),
     "dp": Layout(dp=2, zero=3, reduction="fixed"),
+    "cp": Layout(cp=2, dp=1, context="gather", zero=2, reduction="fixed"),
     "pp": Layout(pp=2, dp=1, schedule="zero-bubble", reduction="fixed"),
 }
 
@@ -397,6 +449,9 @@ def test_another_limit_is_refused_on_resume(material):
     refusal = r"step 3 was trained with train.exact.tp 2, and 1 gives other bits: use --train.ex"
     with pytest.raises(Unusable, match=refusal):
         check_same_limit(saved, other, 3)
+    refusal = r"trained with train.exact.cp 1, and 2 gives other bits: use --train.exact.cp 1, or"
+    with pytest.raises(Unusable, match=refusal):
+        check_same_limit(saved, config(material, CUT), 3)
     for run in (config(material), config(material, {"numerics": "fast", "exact": {"tp": 8}})):
         check_same_limit(saved, run, 3)
     check_same_limit(to_dict(run), other, 3)
@@ -486,6 +541,28 @@ def test_a_replay_with_other_data_names_the_data(material, tmp_path, capsys):
         assert "validation loss" not in printed
     with pytest.raises(BadInput, match=r"\(8\): .* \(dolmen replay has the options"):
         replay.replay(ReplayConfig(str(out), 5, Layout(tp=8)), lambda work: work())
+
+
+def test_a_replay_over_cp_has_microbatches_of_one_sequence(material):
+    run = config(material, CUT | {"microbatch_size": 4})
+    for layout, size in ((Layout(cp=2, context="gather"), 1), (Layout(tp=2), 4)):
+        replayed = replay.without_outputs(run, layout)
+        assert replayed.train.microbatch_size == size
+        check_exact(replayed)
+
+
+def test_the_self_test_has_the_attention_of_chunks(material, monkeypatch):
+    """To fewer keys than a sequence has, of which one process computes all."""
+    spec, right, seen = config(material).spec, blockwise.attention, []
+
+    def attention(q, k, v, attend, later=0):
+        seen.append((q.shape[1], k.shape[1]))
+        return right(q, k, v, attend, later) * (1 + 2**-20 * (len(q) > 1 and k.shape[1] == 3))
+
+    monkeypatch.setattr(blockwise, "attention", attention)
+    found = self_test.find_broken_attention(spec, Exact(2, 12, 2), 4, 1)
+    assert found is not None and found.startswith("attention over 12 tokens of 4 heads")
+    assert set(seen) == {(3, 3), (3, 6), (3, 9), (3, 12)}
 
 
 def test_a_step_of_a_run_at_a_url_is_replayed(material, tmp_path, monkeypatch):

@@ -28,7 +28,9 @@ def attention(
     k, v = (t.repeat_interleave(heads // t.shape[2], 2).transpose(1, 2) for t in (k, v))
     column = torch.arange(k.shape[2], device=q.device)
     allowed = seen(rows, column, attend.window, attend.starts, attend.reach)
-    scores = (q.transpose(1, 2) @ k.transpose(2, 3)) * attend.scale_of(size)
+    # copies, which a batch of several sequences needs: small products of views have other bits
+    columns = k.transpose(2, 3).contiguous()
+    scores = (q.transpose(1, 2).contiguous() @ columns) * attend.scale_of(size)
     scores = _scores(scores, attend, rows, column)
     keep_mask = _keep_mask(attend, rows, column, heads)
     allowed = allowed if allowed.dim() == 2 else allowed[:, None]

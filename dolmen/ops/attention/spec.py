@@ -278,9 +278,12 @@ class Attend(NamedTuple):
         """Return the attention of a slice of the queries, with the run numbered `run` as that of
         its documents.
         """
-        if self.documents is None:
-            return self
-        return self._replace(documents=self.documents.part(tokens, run))
+        documents, sinks = self.documents, self.sinks
+        if documents is not None:
+            documents = documents.part(tokens, run)
+        if sinks is not None and sinks.ndim == 3:
+            sinks = sinks[:, tokens]
+        return self._replace(documents=documents, sinks=sinks)
 
     def sequence(self, index: int) -> "Attend":
         """Return the attention of sequence `index` of the batch by itself; with `documents` None

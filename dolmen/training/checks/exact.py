@@ -24,6 +24,7 @@ from dolmen.model.spec import (
     RouterSpec,
     SequentialResidual,
 )
+from dolmen.ops.numerics import ExactConfig
 from dolmen.rl.rewards import is_reward_model, parse_rewards
 from dolmen.training.config import RunConfig
 
@@ -45,7 +46,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "rollout.weights": ("stated",),
     "rollout.compile": (False,),
     "adapter.rank": (None,),
-    "layout.cp": (1,),
     "layout.zero": (1, 2, 3),
 }
 """The values of options that exact numerics cover."""
@@ -76,14 +76,18 @@ def check_exact(config: RunConfig) -> None:
     set while --train.numerics is fast.
     """
     if config.train.numerics == "fast":
-        if config.train.exact != type(config.train.exact)():
-            raise ValueError(
-                f"train.exact.tp ({config.train.exact.tp}) is a limit of exact numerics, and "
-                "train.numerics is fast: set --train.numerics exact, or leave it out"
-            )
+        default = ExactConfig()
+        for name in ("tp", "cp"):
+            limit = getattr(config.train.exact, name)
+            if limit != getattr(default, name):
+                raise ValueError(
+                    f"train.exact.{name} ({limit}) is a limit of exact numerics, and "
+                    "train.numerics is fast: set --train.numerics exact, or leave it out"
+                )
         return
     _check_options(config)
     check_components(config.spec)
+    _check_context(config)
     _check_model_sizes(config)
     _check_batch_sizes(config)
 
@@ -149,6 +153,49 @@ def check_components(spec: ModelSpec) -> None:
                     f"the model's {kind.__name__}.{field.name} is {value}, and train.numerics "
                     f"exact covers {field.default} alone: {FAST[3:]}"
                 )
+
+
+def _check_context(config: RunConfig) -> None:
+    """Raise ValueError unless the layout's cp divides train.exact.cp (the largest cp with the same
+    bits), whose chunks divide a sequence; unless keys are gathered, a microbatch is one sequence
+    and ep is 1 where cp splits sequences; and for rollouts with a limit over 1.
+    """
+    limit, layout, length = config.train.exact.cp, config.layout, config.sequence_length
+    if limit % layout.cp:
+        raise ValueError(
+            f"layout.cp ({layout.cp}) does not divide train.exact.cp ({limit}): set --layout.cp "
+            f"{divisor(limit, near=layout.cp)} or a larger --train.exact.cp, which gives other "
+            f"bits, {FAST}"
+        )
+    if limit > 1 and config.objective.uses_rollouts:
+        raise ValueError(
+            f"train.exact.cp is {limit}, and objective {config.objective.name} samples from a "
+            "model that attends to whole sequences, with other bits than to their chunks: set "
+            f"--train.exact.cp 1 and --layout.cp 1, {FAST}"
+        )
+    if limit > 1 and length % (2 * limit):
+        raise ValueError(
+            f"train.sequence-length ({length}) is not divisible by 2 x train.exact.cp "
+            f"({2 * limit}), the chunks of a sequence: set --train.sequence-length "
+            f"{-(-length // (2 * limit)) * 2 * limit}, {FAST}"
+        )
+    if layout.cp > 1 and layout.context != "gather":
+        raise ValueError(
+            f"layout.context is {layout.context}, which adds gradients of keys in the order in "
+            "which they pass a rank, and train.numerics exact adds them in one order: set "
+            f"--layout.context gather, {FAST}"
+        )
+    if layout.cp > 1 and layout.ep > 1:
+        raise ValueError(
+            f"layout.ep is {layout.ep} and layout.cp {layout.cp}, and train.numerics exact covers "
+            f"one of both: set --layout.ep 1 or --layout.cp 1, {FAST}"
+        )
+    if layout.cp > 1 and config.microbatch_size > 1:
+        raise ValueError(
+            f"train.microbatch-size ({config.microbatch_size}): with layout.cp ({layout.cp}) "
+            "train.numerics exact adds the parts of a sequence before those of the next: set "
+            f"--train.microbatch-size 1, {FAST}"
+        )
 
 
 def _check_model_sizes(config: RunConfig) -> None:
@@ -225,10 +272,11 @@ def _check_batch_sizes(config: RunConfig) -> None:
         )
     exact = config.training.exact
     assert exact is not None
-    if splits_tokens and micro * length // layout.tp % exact.token_leaf:
+    local = length // layout.cp
+    if splits_tokens and micro * local // layout.tp % exact.token_leaf:
         raise ValueError(
-            f"sequence parallelism gives each of tp ({layout.tp}) {micro * length / layout.tp:g} "
-            f"of the {micro} x {length} tokens of a microbatch, and train.exact.tp ({limit}) adds "
+            f"sequence parallelism gives each of tp ({layout.tp}) {micro * local / layout.tp:g} "
+            f"of the {micro} x {local} tokens of a microbatch, and train.exact.tp ({limit}) adds "
             f"them by leaves of {exact.token_leaf}: set --train.sequence-length to a multiple of "
-            f"{limit}, {FAST}"
+            f"{limit * exact.cp}, {FAST}"
         )

@@ -150,17 +150,20 @@ def check_same_optimizer(saved: dict, run: RunConfig, step: int) -> None:
 
 def check_same_limit(saved: dict, run: RunConfig, step: int) -> None:
     """Raise Unusable if both this run and the one that was `saved` at `step` have exact numerics,
-    but another --train.exact.tp: a run that resumes so would have other bits than any run that
-    never stopped.
+    but another --train.exact.tp or --train.exact.cp: a run that resumes so would have other bits
+    than any run that never stopped.
     """
     train = saved.get("train", {})
-    before = train.get("exact", {}).get("tp")
-    if "exact" == train.get("numerics") == run.train.numerics and before != run.train.exact.tp:
-        raise folder.Unusable(
-            f"the checkpoint of step {step} was trained with train.exact.tp {before}, and "
-            f"{run.train.exact.tp} gives other bits: use --train.exact.tp {before}, or give "
-            "another --out"
-        )
+    if not "exact" == train.get("numerics") == run.train.numerics:
+        return
+    for name, limit in (("tp", run.train.exact.tp), ("cp", run.train.exact.cp)):
+        before = train.get("exact", {}).get(name)
+        if before != limit:
+            raise folder.Unusable(
+                f"the checkpoint of step {step} was trained with train.exact.{name} {before}, and "
+                f"{limit} gives other bits: use --train.exact.{name} {before}, or give another "
+                "--out"
+            )
 
 
 def _structure(model: ModelConfig, training: Training) -> dict:
