@@ -13,6 +13,12 @@ function table(parent, heads, rows) {
   return made;
 }
 
+// A row for each name that any run has, with its value in each run.
+function compared(parent, all) {
+  const names = [...new Set(all.flatMap(Object.keys))];
+  return table(parent, ["", ...labelled()], names.map((name) => [name, ...all.map((one) => one[name] ?? "")]));
+}
+
 const labelled = () => DATA.runs.map((run) => run.label);
 const when = (seconds) => new Date(seconds * 1000).toISOString().slice(0, 16).replace("T", " ");
 
@@ -25,15 +31,12 @@ function tell(id, value, make) {
   SAID[id] = text;
   const place = byId(id);
   place.replaceChildren();
-  make(place);
+  make(place, value);
 }
 
 function drawTables() {
-  tell("facts", DATA.runs.map((run) => run.facts), (to) => {
-    const names = [...new Set(DATA.runs.flatMap((run) => run.facts.map(([name]) => name)))];
-    const known = DATA.runs.map((run) => new Map(run.facts));
-    const made = table(to, ["", ...labelled()], names.map((name) => [name, ...known.map((m) => m.get(name) || "")]));
-    made.className = "facts";
+  tell("facts", DATA.runs.map((run) => run.facts), (to, all) => {
+    compared(to, all.map(Object.fromEntries)).className = "facts";
   });
   const refused = DATA.runs.flatMap((run) => run.refused.map((line) => run.label + ": " + line));
   tell("refused", refused, (to) => refused.forEach((line) => element(to, "p", line, "warning")));
@@ -55,10 +58,7 @@ function drawTables() {
   const samples = DATA.runs.map((run) => [run.label, run.samples]);
   byId("part-samples").hidden = !samples.some(([, list]) => list.length);
   tell("samples", samples, drawSamples);
-  tell("options", DATA.runs.map((run) => run.options), (to) => {
-    const names = [...new Set(DATA.runs.flatMap((run) => Object.keys(run.options)))];
-    table(to, ["option", ...labelled()], names.map((name) => [name, ...DATA.runs.map((run) => run.options[name] ?? "")]));
-  });
+  tell("options", DATA.runs.map((run) => run.options), compared);
 }
 
 function drawSamples(to) {
