@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -187,3 +188,18 @@ def test_costs_of_ranks_and_of_stages():
     )
     split = Costs("", {"forward": 2.0, "input": 3.0, "weight": 1.0})
     assert split.stage_costs(shape) == (Cost(1, 2, 1.5, 0.5),) * 4 and split.ways == [True]
+
+
+def test_a_rank_prefers_what_starts_first_with_its_wait():
+    """Of those that may start: the least start and wait, then the least start, then the first."""
+    starts = {0: 5.0, 1: 3.0, 2: None, 3: 1.0, 4: 4.0, 5: 4.0}
+    partial = SimpleNamespace(
+        problem=SimpleNamespace(by_rank=[[*starts], [2]]),
+        start=starts.__getitem__,
+        safe=lambda index: index != 3,
+    )
+    preferred = schedule_search._preferred_action
+    assert preferred(partial, 0, [0.0] * 6) == (3.0, 1)
+    assert preferred(partial, 0, [0.0, 2.5, 0.0, 0.0, 1.0, 1.0]) == (4.0, 4)
+    assert preferred(partial, 0, [0.0, 3.0, 0.0, 0.0, 1.5, 2.0]) == (5.0, 0)
+    assert preferred(partial, 1, [0.0] * 6) == (float("inf"), -1)

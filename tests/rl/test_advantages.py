@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from statistics import fmean, stdev
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from dolmen.ops.loss import IGNORED
 from dolmen.rl.config import RolloutConfig
 from dolmen.rl.generation import degenerate_groups, resample_degenerate_groups
+from dolmen.rl.iteration import PPORolloutBatches
 from dolmen.rl.rollout import make_rollout
 from dolmen.rl.targets import compute_advantages
 
@@ -157,3 +159,23 @@ def test_how_far_from_what_has_drawn_is_bounded():
     assert config.updates(8) == 4
     with pytest.raises(ValueError, match="has 8 updates .* set --rollout.max-off-policy-steps 7"):
         config.updates(4)
+
+
+@pytest.mark.parametrize("estimator", ("k1", "k3"))
+def test_the_kl_of_a_completion_is_that_of_its_trained_tokens(estimator):
+    """Summed over them, the mean of completions with any; what is left out counts for nothing."""
+    trained = torch.tensor([[1, 1, 0], [1, 0, 0], [0, 0, 0]]).bool()
+    old = torch.tensor([[-1.0, -2.0, -9.0], [-0.5, -7.0, -7.0], [-3.0, -3.0, -3.0]])
+    reference = torch.tensor([[-1.5, -1.0, -1.0], [-1.0, -1.0, -1.0], [-1.0, -1.0, -1.0]])
+    rollout = SimpleNamespace(trained=trained, old_logprobs=old, reference_logprobs=reference)
+    batches = SimpleNamespace(
+        models=SimpleNamespace(reference=object()), ppo=SimpleNamespace(kl_estimator=estimator)
+    )
+
+    def of(difference: float) -> float:
+        return difference if estimator == "k1" else math.exp(-difference) - 1 + difference
+
+    found = PPORolloutBatches.kl_per_completion(batches, rollout)
+    assert found == pytest.approx((of(0.5) + of(-1.0) + of(0.5)) / 2)
+    batches.models.reference = None
+    assert PPORolloutBatches.kl_per_completion(batches, rollout) == 0

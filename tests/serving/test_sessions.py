@@ -1,5 +1,5 @@
 """Sessions of a server's requests: places in the queue, tokens to their completions, and what is
-cancelled, with an engine that only takes notes.
+cancelled, with an engine that only takes notes; and how a pool of pages grows.
 """
 
 import asyncio
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dolmen.serving.block_table import BlockTable
 from dolmen.serving.http.loop import ServerMetrics
 from dolmen.serving.http.protocol import ApiError
 from dolmen.serving.http.request_parser import ParsedRequest
@@ -186,3 +187,16 @@ def test_drafts_and_prompts_are_counted():
         session.close()
 
     run(test())
+
+
+def test_a_pool_of_pages_grows_by_a_quarter_at_least():
+    """So that pages of a growing cache are copied a few times each, however it grows."""
+    table, sizes = BlockTable(8), [0]
+    for needed in range(1, 2001):
+        table._grow_pool(needed)
+        sizes += [table.total] if table.total != sizes[-1] else []
+        assert table.total >= needed and len(table._free) == table.total
+    assert all(after >= before * 5 // 4 for before, after in zip(sizes, sizes[1:], strict=False))
+    assert sizes[:5] == [0, 1, 2, 3, 4] and len(sizes) < 40 and sizes[-1] < 2500
+    table._grow_pool(9000)
+    assert table.total == 9000 and sorted(table._free) == [*range(9000)]
