@@ -5,10 +5,10 @@ from typing import Any
 
 from rich.table import Table
 
-from dolmen.core.log import gib, size
+from dolmen.core.log import size
 from dolmen.core.messages import plural
 from dolmen.planning.inference import Inference
-from dolmen.planning.plan import Candidate, Change, Compared, DryRun, Fleet, Plan
+from dolmen.planning.plan import Candidate, Change, Compared, DryRun, Fleet, Plan, usable
 
 NAMES = {"bubble": "bubble", "memory": "memory traffic", "host": "host", "pp": "sends"}
 MFU = (
@@ -35,7 +35,7 @@ def title(plan: Plan) -> str:
         f"{plan.model}, {size(plan.parameters)} parameters, on {where} ({plan.gpus:,}), "
         f"{plan.dtype}\n{batch} = {size(plan.step_tokens)} tokens per "
         f"step{assumed}\n{plan.considered:,} layouts considered, {plan.fitting:,} fit into "
-        f"{gib(cluster.device.memory)}"
+        f"{usable(cluster.device.memory, plan.headroom)}"
     )
 
 
@@ -214,7 +214,7 @@ def format_change(plan: Plan, candidate: Candidate, change: Change) -> str:
     percent = change.seconds / candidate.estimate.seconds - 1
     way = f"{abs(percent):.1%} {'less' if percent < 0 else 'more'} time"
     # used only where it does not fit
-    over = change.held - plan.cluster.device.memory
+    over = change.held - plan.cluster.device.memory * (1 - plan.headroom)
     lack = "" if change.fits else f", too large by {over / 2**30:.1f} GiB"
     return f"{change.words}: {way}, {change.held / 2**30:.1f} GiB{lack}"
 

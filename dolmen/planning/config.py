@@ -116,6 +116,10 @@ class PlanConfig:
     train: StepConfig = StepConfig()
     top: Positive = 10
     """Number of layouts to list."""
+    headroom: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Share of each GPU's memory that layouts leave free, for fragmentation of the allocator and
+    for what the closed forms miss.
+    """
     explain: bool = False
     """Explain what limits each layout, and how much faster or slower single changes would make it.
     """

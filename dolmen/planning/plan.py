@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from dolmen.core.log import gib
 from dolmen.parallel.schedule import Schedule
 from dolmen.parallel.simulation import Simulation
 from dolmen.planning.hardware import Cluster
@@ -200,6 +201,11 @@ class DryRun:
     """Why nothing was dry-run; "" if it was."""
 
 
+def usable(memory: int, headroom: float) -> str:
+    """Return as text the memory in bytes that layouts may use, less the share `headroom`."""
+    return gib(memory) + (f" less a headroom of {headroom:.3g}" if headroom else "")
+
+
 @dataclass(frozen=True)
 class Plan:
     """The result of `dolmen plan`."""
@@ -233,6 +239,8 @@ class Plan:
     """Options that are not set, so that defaults are planned: train.sequence-length."""
     command: str = ""
     """Command that runs the first layout's step as some of its ranks."""
+    headroom: float = 0.0
+    """Share of a device's memory that the layouts leave free."""
 
     @property
     def step_tokens(self) -> int:

@@ -41,6 +41,8 @@ class Question:
     """The run that the model's name stands for, before any option of the request."""
     assumed: tuple[str, ...] = ()
     """Options of STEP that neither that run nor the request sets: defaults."""
+    headroom: float = 0.0
+    """Share of the device's memory that layouts leave free."""
 
     @staticmethod
     def from_request(request: PlanRequest) -> "Question":
@@ -74,7 +76,21 @@ class Question:
         # shown, as they decide the result
         assumed = tuple(n for n in STEP if n not in step and named[n] == default[n])
         micro = options.train.microbatch_size
-        return Question(request.name, run, cluster, options.layout, micro, request.run, assumed)
+        return Question(
+            request.name,
+            run,
+            cluster,
+            options.layout,
+            micro,
+            request.run,
+            assumed,
+            options.headroom,
+        )
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a device that a layout may use: its memory without the headroom."""
+        return int(self.cluster.device.memory * (1 - self.headroom))
 
     @property
     def batch(self) -> int:
@@ -119,8 +135,10 @@ class Question:
         return self.capacity.fullest(choice, self.batch)
 
     def fits(self, choice: LayoutChoice) -> bool:
-        """Return whether the fullest rank of a layout fits the device's memory."""
-        return self.fullest_bytes(choice) <= self.cluster.device.memory
+        """Return whether the fullest rank of a layout fits the device's memory without the
+        headroom.
+        """
+        return self.fullest_bytes(choice) <= self.memory
 
     def run_with_layout(self, layout: Mapping[str, int | str | bool]) -> RunConfig:
         """Return the run with a layout in place of its own. `layout`: options as

@@ -15,7 +15,7 @@ from dolmen.core.log import gib
 from dolmen.core.messages import plural
 from dolmen.model import count
 from dolmen.planning.config import PlanConfig
-from dolmen.planning.plan import Candidate, Change, Fleet, Plan, Prices, Timeline, words
+from dolmen.planning.plan import Candidate, Change, Fleet, Plan, Prices, Timeline, usable, words
 from dolmen.planning.pricing import Timed, traffic
 from dolmen.planning.question import Question
 from dolmen.planning.space import LayoutChoice, Pins, divisors
@@ -40,7 +40,7 @@ def changes(question: Question, choice: LayoutChoice, now: float) -> Iterator[Ch
         seconds = question.pricing.full(other).estimate.seconds
         if seconds >= now and size > LESS * here:
             continue
-        fits = size <= question.cluster.device.memory
+        fits = size <= question.memory
         tried.append(Change(difference(choice, other), seconds, size, fits))
     yield from sorted(tried, key=lambda change: change.seconds)
 
@@ -195,6 +195,7 @@ def make_plan(question: Question, options: PlanConfig, progress: bool = False) -
         dry=dry,
         assumed=tuple(f"train.{name.replace('_', '-')}" for name in question.assumed),
         command=command(question, timed[0][1]),
+        headroom=question.headroom,
     )
 
 
@@ -206,7 +207,7 @@ def search_layouts(question: Question, best: int = SIMULATED) -> SearchResult:
     considered = fitting = 0
     nearest: tuple[int, LayoutChoice] | None = None
     fastest: dict[tuple, tuple[float, int, bool, LayoutChoice]] = {}
-    memory = question.cluster.device.memory
+    memory = question.memory
     full: LayoutChoice | None = None
     for choice in question.space().choices():
         considered += 1
@@ -240,11 +241,12 @@ def refusal(question: Question, result: SearchResult) -> str:
     """
     assert result.nearest is not None
     size, choice = result.nearest
-    memory = question.cluster.device.memory
+    memory = question.memory
     gpus = plural(question.cluster.gpus, "GPU")
     layouts, lacks = plural(result.considered, "layout"), gib(size - memory)
     text = (
-        f"none of {layouts} fits into {gpus} of {gib(memory)}: the nearest, "
+        f"none of {layouts} fits into {gpus} of "
+        f"{usable(question.cluster.device.memory, question.headroom)}: the nearest, "
         f"{words(choice.options)}, needs {gib(size)} on its fullest rank, {lacks} too many"
     )
     other = nearest_fitting(question, choice)

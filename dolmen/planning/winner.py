@@ -75,9 +75,9 @@ def confirm(question: Question, choices: Sequence[LayoutChoice], progress: bool)
         ranks = tuple(compare_rank(question, choice, counts) for counts in counted)
         # the context is in no ledger
         peak = max(rank.peak.counted for rank in ranks) + question.cluster.device.reserved
-        if peak <= question.cluster.device.memory:
+        if peak <= question.memory:
             return DryRun(ranks, tuple(rejected))
-        over = peak - question.cluster.device.memory
+        over = peak - question.memory
         rejected.append(
             f"{words(choice.options)}: {gib(peak)} by the dry run, {gib(over)} too much"
         )

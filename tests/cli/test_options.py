@@ -236,8 +236,8 @@ OTHERS = {
     "launch kubeflow": f"{JOB} image namespace runtime volume mount",
     "launch skypilot": f"{JOB} accelerator volume mount setup",
     "plan": (
-        "help cluster top explain no-explain dryrun no-dryrun tokens rent node-price years "
-        "kilowatt-hour as-recipe json report measure no-measure inference no-inference batch "
+        "help cluster top headroom explain no-explain dryrun no-dryrun tokens rent node-price "
+        "years kilowatt-hour as-recipe json report measure no-measure inference no-inference batch "
         "length layout.tp layout.cp layout.pp layout.dp layout.ep layout.zero "
         "layout.sequence-parallel layout.no-sequence-parallel layout.context layout.schedule "
         "layout.virtual-stages "

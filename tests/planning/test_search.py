@@ -51,6 +51,26 @@ def test_the_answer_is_the_fastest_of_what_fits():
         assert one.layout["layout.recompute"] == "full"
 
 
+def test_a_headroom_is_left_free():
+    """By what is listed, by changes of it and by the dry run; 0 fills the device."""
+    pins, found = Pins(tp=8, zero=1, recompute="none"), {}
+    for headroom in (0.0, 0.3):
+        config = PlanConfig(
+            cluster="dgx-a100:2",
+            layout=pins,
+            train=StepConfig(global_batch_size=64),
+            headroom=headroom,
+        )
+        asked = Question.from_request(PlanRequest("gpt-7.5b", RECIPES["gpt-7.5b"](), config))
+        found[headroom] = search.make_plan(asked, replace(config, dryrun=False))
+        limit = (1 - headroom) * asked.cluster.device.memory
+        assert max(one.fullest for one in found[headroom].ranked) <= limit
+        text = "fit into 80.00 GiB" + (" less a headroom of 0.3" if headroom else "")
+        assert answer.title(found[headroom]).endswith(text)
+    assert found[0.3].fitting < found[0.0].fitting and found[0.3].considered
+    assert PlanConfig().headroom == 0.05
+
+
 def test_keys_are_not_gathered_where_a_ring_is_as_fast():
     """What a rank holds is counted as of a ring, which never has the keys of a whole sequence."""
     pins = Pins(tp=1, cp=8, pp=1, zero=3, recompute="full")

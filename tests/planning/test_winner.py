@@ -128,7 +128,7 @@ def test_what_it_finds_too_large_or_crashing_is_not_listed(monkeypatch):
     assert found.dry is not None and len(found.dry.rejected) == 2
     assert found.ranked == plain.ranked[2:4]
     assert "it would crash" in found.dry.rejected[0]
-    assert "1026.00 GiB by the dry run, 946.00 GiB too much" in found.dry.rejected[1]
+    assert "1026.00 GiB by the dry run, 950.00 GiB too much" in found.dry.rejected[1]
     assert "excluded by the dry run: tp 2" in shown_plan(found)
 
 
