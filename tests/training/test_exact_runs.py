@@ -99,8 +99,12 @@ REFUSED = {
     ),
     "chunks": (
         {"train": CUT | {"sequence_length": 10}},
-        r"train.sequence-length \(10\) is not divisible by 2 x train.exact.cp \(4\)"
+        r"train.sequence-length \(10\) is not divisible by 4: 2 x train.exact.cp \(4\) chunks"
         ".* --train.sequence-length 12",
+    ),
+    "short chunks in bfloat16": (
+        {"train": CUT | {"dtype": "bfloat16", "sequence_length": 96}},
+        "is not divisible by 64: .* multiple of 16 tokens: set --train.sequence-length 128",
     ),
     "tokens of a chunk": (
         {

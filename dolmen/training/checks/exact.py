@@ -173,11 +173,14 @@ def _check_context(config: RunConfig) -> None:
             "model that attends to whole sequences, with other bits than to their chunks: set "
             f"--train.exact.cp 1 and --layout.cp 1, {FAST}"
         )
-    if limit > 1 and length % (2 * limit):
+    # oneDNN's bf16 products of other small matrices depend on how many are multiplied at once
+    least = 16 if config.train.dtype == "bfloat16" else 1
+    multiple = 2 * limit * least
+    if limit > 1 and length % multiple:
         raise ValueError(
-            f"train.sequence-length ({length}) is not divisible by 2 x train.exact.cp "
-            f"({2 * limit}), the chunks of a sequence: set --train.sequence-length "
-            f"{-(-length // (2 * limit)) * 2 * limit}, {FAST}"
+            f"train.sequence-length ({length}) is not divisible by {multiple}: 2 x train.exact.cp "
+            f"({2 * limit}) chunks of a multiple of {least} tokens: set --train.sequence-length "
+            f"{-(-length // multiple) * multiple}, {FAST}"
         )
     if layout.cp > 1 and layout.context != "gather":
         raise ValueError(
