@@ -35,7 +35,8 @@ def make(**more) -> TrainingHooks:
         "writers": [row],
         "trackers": [],
         "history": history,
-        "stop": SimpleNamespace(agreed_signal=0),
+        "stop": SimpleNamespace(agreed_signal=0, after=None),
+        "receipts": None,
         "mesh": SimpleNamespace(size=1, rank=0, first=True),
         "run": options(),
         "loader": SimpleNamespace(extra_metrics={}, completions=[]),
@@ -140,6 +141,8 @@ def test_a_row_has_the_rate_since_the_row_before(clock, monkeypatch):
         extra_metrics={"x": 1.0}, completions=["c"], epochs=lambda step: {"a": step / 8}
     )
     peak = SimpleNamespace(utilization=lambda flops, ranks: {"mfu_measured": flops / ranks})
+    reached = []
+    peak.raise_to = lambda flops: (reached.append(flops), peak)[1]
     found = make(loader=loader, trackers=[tracker], peak=peak, flops=10.0, line=shown)
     found.mesh = SimpleNamespace(size=2, first=False)
     found.tokens_since, clock.seconds = 640, 532.0
@@ -162,6 +165,7 @@ def test_a_row_has_the_rate_since_the_row_before(clock, monkeypatch):
         "epoch/a": 0.5,
     }
     assert (found.since, found.tokens_since) == (532.0, 0) and not shown
+    assert reached == [100.0]  # FLOP/s of one of the two
     assert tracker == [["c"]] and loader.completions == []
     found.mesh, found.skipped = SimpleNamespace(size=1, first=True), 2
     found.log(state(5, dynamic=True), metrics())
