@@ -1,5 +1,5 @@
-"""Speed of decoding beside its peers: dolmen, transformers (eager, and with a static cache and a
-compiled forward) and llama.cpp, with the same weights, prompts and numbers of tokens.
+"""Speed of decoding beside its peers: dolmen (plain, and with --compile), transformers (eager) and
+llama.cpp, with the same weights, prompts and numbers of tokens.
 
     python -m benchmarks.decoding --llama-cpp BUILD/bin              all sizes and batches
     python -m benchmarks.decoding --sizes 20M --batches 1 16         without llama.cpp
@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -300,28 +299,26 @@ def read_bandwidth() -> float:
     return 2**30 / (time.perf_counter() - start)
 
 
-Kind = Literal["float32", "bfloat16", "int8"]
+KINDS = ("float32", "bfloat16", "int8")
 
 
 def columns(folder: Path, options: argparse.Namespace) -> list[Column]:
     """All programs and dtypes, loaded."""
     found: list[Column] = []
-    for kind in ("float32", "bfloat16", "int8"):
+    for kind in options.kinds:
         source = open_source(folder)
         dtype = torch.float32 if kind == "int8" else getattr(torch, kind)
         size = {"float32": 4, "bfloat16": 2, "int8": 1}[kind]
         weights: Weights = "int8" if kind == "int8" else "stated"
         model = load_decoder(source, dtype=dtype, weights=weights)
-        found.append(
-            engine_column(f"dolmen {kind}", size, dtype.itemsize, dolmen_side(model, weights))
-        )
+        for compiled in (False, True)[: 1 + options.compiled]:
+            name = f"dolmen {kind}{', compiled' if compiled else ''}"
+            side = dolmen_side(model, weights, compile=compiled)
+            found.append(engine_column(name, size, dtype.itemsize, side))
         if kind == "int8":
             continue
         theirs = LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         found.append(engine_column(f"transformers {kind}", size, size, transformers_side(theirs)))
-        if options.compiled:
-            side = transformers_side(theirs, cache_implementation="static")
-            found.append(engine_column(f"transformers {kind}, compiled", size, size, side))
     if options.llama_cpp is not None:
         theirs = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
         for kind in options.types:
@@ -369,7 +366,7 @@ def serve(size: str, folder: Path, options: argparse.Namespace) -> None:
     model_folder(size, folder)
     for clients in options.clients:
         work = [ragged(clients * 2)[i::clients] for i in range(clients)]
-        for kind in ("float32", "bfloat16", "int8"):
+        for kind in options.kinds:
             with dolmen_server(folder, kind) as address:
                 report(
                     f"{size}, {clients} clients: dolmen serve {kind}",
@@ -404,9 +401,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32, help="prompts of a ragged batch")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--compiled", action="store_true", help="transformers compiled, too")
+    parser.add_argument("--compiled", action="store_true", help="dolmen --compile, too")
     parser.add_argument("--llama-cpp", type=Path, help="folder with llama.cpp's programs")
     parser.add_argument("--types", nargs="+", choices=LLAMA_CPP_TYPES, default=["F16", "Q8_0"])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of dolmen")
     parser.add_argument("--serve", action="store_true", help="measure the servers")
     parser.add_argument("--clients", nargs="+", type=int, default=[16, 64])
     options = parser.parse_args()

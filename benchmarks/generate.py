@@ -113,9 +113,10 @@ def dolmen_side(
     weights: Weights = "stated",
     drafts: int = 0,
     accepted: list[str] | None = None,
+    compile: bool = False,
 ) -> Side:
     """Through the engine, as a file of rows goes. `drafts`: tokens that prompt lookup drafts;
-    `accepted` gets how many of them were.
+    `accepted` gets how many of them were. `compile`: compile decode steps.
     """
     proposer = None
     if drafts:
@@ -123,7 +124,7 @@ def dolmen_side(
 
     def answer(work: Work) -> list[list[int]]:
         found: dict[int, list[int]] = {}
-        with Engine(model, weights=weights, proposer=proposer) as engine:
+        with Engine(model, weights=weights, proposer=proposer, compile=compile) as engine:
             for i, (prompt, new) in enumerate(work):
                 options = SamplingParams(temperature=0, max_new_tokens=new)
                 engine.add(Request(prompt, options, id=i))

@@ -249,7 +249,7 @@ class FusedPart:
         """Return the products of x with all the weights that are packed together, without biases:
         views of one tensor, in the order in which they were packed.
         """
-        return self.product(x, None).split(self.sizes, 1)
+        return self.product(x, None).split_with_sizes(self.sizes, 1)
 
     def __call__(
         self, x: Float[Tensor, "tokens in"], bias: Float[Tensor, " out"] | None

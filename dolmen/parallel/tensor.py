@@ -502,7 +502,7 @@ def _linear(
     over tp once for all. `enters`: x comes from the residual stream; else it is what a rank
     multiplies. Breaks a compiled graph where factors are rounded to 8 bits.
     """
-    if torch.compiler.is_compiling() and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and torch.compiler.is_compiling():
         if any(linear.rounding is not None for linear in linears):
             return _uncompiled(x, linears, tp, enters)
     return _multiply_linears(x, linears, tp, enters)
@@ -648,7 +648,8 @@ def part_of_rows(
     without the bias. x is [tokens, in / tp] and the weight [out, in / tp], this rank's inputs of
     both.
     """
-    return products(x, [linear._replace(bias=None)], tp)[0]
+    plain = linear if linear.bias is None else linear._replace(bias=None)
+    return products(x, [plain], tp)[0]
 
 
 def rows(

@@ -204,12 +204,10 @@ class CacheBatch:
     @cached_property
     def layers(self) -> list["LayerBatch"] | list["DecodeLayer"]:
         """The batch with the pool of each layer of the model, in order."""
-        pages = self.pages
-        if not isinstance(pages, Pages) or pages.width > 1:
-            return [LayerBatch(self, pool) for pool in self.pools]
-        # nothing to prefill, no padding, and pools that are allocated
-        only = self.decodes == self.num_tokens == self.positions.shape[2]
-        if not only or not any(pool.kept for pool in self.pools):
+        # nothing to prefill, no padding, as many tokens of each sequence, and pools that are there
+        only = self.decodes == self.num_tokens == self.positions.shape[2] and self.spread is None
+        pages = self.pages if only and any(pool.kept for pool in self.pools) else None
+        if pages is None:
             return [LayerBatch(self, pool) for pool in self.pools]
         return [DecodeLayer(pool.kept, self.slots, pages) for pool in self.pools]
 
@@ -218,19 +216,21 @@ class CacheBatch:
         """True if compiled blocks compute this forward: compilation is on, and it has exactly one
         new token of each sequence, without prefill or padding.
         """
-        return self.compile and isinstance(self.layers[0], DecodeLayer)
+        one = isinstance(self.pages, Pages) and self.pages.width == 1
+        return self.compile and one and isinstance(self.layers[0], DecodeLayer)
 
 
 class DecodeLayer(NamedTuple):
-    """A forward of one new token of each sequence in one layer, in tensors alone, so that
-    torch.compile makes one graph for all layers and steps. Implements `LayerCache` of the model.
+    """A forward that only decodes, as many tokens of each sequence, in one layer. In tensors alone,
+    so that torch.compile makes one graph for all layers and steps. Implements `LayerCache` of the
+    model.
     """
 
     kept: tuple[Tensor, ...]
     """Pool of the layer."""
     slots: tuple[Tensor, Tensor]
     """See `CacheBatch`."""
-    pages: Pages
+    pages: Pages | Alone
 
     def attend(
         self,
