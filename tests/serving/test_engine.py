@@ -141,6 +141,17 @@ def test_the_model_is_left_as_it_was():
     )
 
 
+def test_a_step_runs_in_inference_mode():
+    """Which is behind it when the step has ended: the model can be trained."""
+    model, seen = decoder("grouped"), []
+    block = model.local_blocks()[0]
+    block.register_forward_hook(lambda *_: seen.append(torch.is_inference_mode_enabled()))
+    generate(model, PROMPTS[:1], 2)
+    assert len(seen) == 2 and all(seen) and not torch.is_inference_mode_enabled()
+    model(torch.tensor([PROMPTS[0]])).sum().backward()
+    assert all(p.grad is not None for p in block.parameters())
+
+
 def test_a_compiled_model_is_not_compiled_again_for_every_length():
     def refuse(graph, inputs):
         raise AssertionError("compiled")
