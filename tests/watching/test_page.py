@@ -174,7 +174,8 @@ def test_damaged_lines_are_left_out_and_told(tmp_path, line):
     (run / "config.yaml").write_text("a: [")
     found = data_of(write_page([run], tmp_path / "show.html").read_text())["runs"][0]
     assert found["series"]["rows"] == 42 and len(found["starts"]) == 2
-    assert len(found["refused"]) == 4 and any("metrics.jsonl" in one for one in found["refused"])
+    assert len(found["refused"]) == 4 and found["refused"] == sorted(found["refused"])
+    assert any("metrics.jsonl" in one for one in found["refused"])
 
 
 def test_a_run_is_read_on_and_begun_anew_with_a_new_file(tmp_path):
