@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     from dolmen.launch import process
 
     # before anything else, so that a worker never outlives its launcher
-    process.die_with_launcher()
+    process.die_with_agent()
     process.obey_interrupts()
     environment.set_defaults(os.environ)
     # pydantic would look for plugins in the metadata of every installed package, which takes 30 ms

@@ -62,9 +62,9 @@ def launch(
     shared = {"OMP_NUM_THREADS": process.threads(processes), LAUNCHER: str(os.getpid())}
     with handling(group.handlers), _reports() as reports:
         if handed is not None:
-            shared[HANDED] = _write(Path(reports) / "handed.yaml", handed)
+            shared[HANDED] = _write(reports / "handed.yaml", handed)
         with closing(ForkServer(words, imports, shared)) as server:
-            return group.run_until_done(server, Path(reports))
+            return group.run_until_done(server, reports)
 
 
 class Failure(NamedTuple):
@@ -141,12 +141,14 @@ class _WorkerGroup:
         failures: list[Failure] = []
         try:
             running, deadline = {*range(self.processes)}, None
+            expected = {0}  # exit codes that are no failure
             while running:
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 message = server.receive(left)
                 if message is None:
                     self._kill(signal.SIGKILL)
                     deadline = time.monotonic() + GRACE
+                    expected.add(-signal.SIGKILL)  # of ranks that have ignored SIGTERM
                     continue
                 rank, pid, code = message
                 if code is None:
@@ -154,11 +156,11 @@ class _WorkerGroup:
                     if self.first_signal:  # it came before the pid was known
                         _ask_to_stop(pid, self.first_signal)
                     elif failures:
-                        self._kill(signal.SIGTERM)
+                        _send(pid, signal.SIGTERM)
                     continue
                 running.remove(rank)
                 del self.pids[rank]
-                if code != 0:
+                if code not in expected:
                     failures.append(_failure(rank, pid, code, files[rank]))
                     if deadline is None:
                         self._kill(signal.SIGTERM)
@@ -272,7 +274,7 @@ def cause(failures: Sequence[Failure]) -> str:
 
 
 @contextmanager
-def _reports() -> Iterator[str]:
+def _reports() -> Iterator[Path]:
     """Yield a new temporary folder for the workers' error files and their configuration, deleted on
     leaving. A file in it is locked while this launcher lives; folders of killed launchers, whose
     file is not locked, are deleted first.
@@ -280,11 +282,11 @@ def _reports() -> Iterator[str]:
     for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         _delete_if_left(left)
     with tempfile.TemporaryDirectory(prefix=PREFIX) as reports:
-        part = Path(reports) / f"{OURS}.part"
+        part = Path(reports, f"{OURS}.part")
         with open(part, "w") as stream:
             filesystem.lock(stream)
             part.rename(part.with_name(OURS))  # never seen without its lock
-            yield reports
+            yield Path(reports)
 
 
 def _delete_if_left(folder: Path) -> None:

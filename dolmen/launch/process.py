@@ -45,7 +45,7 @@ RECOVERED_JOBS = {
 folder that knows this id (training/start.py) is a restart."""
 
 
-def die_with_launcher() -> None:
+def die_with_agent() -> None:
     """Have the kernel kill this process (SIGKILL) when torchrun's agent, which started it, ends in
     any way. No-op in other processes; workers of dolmen's launcher die with its fork server
     (fork_server.py). Call it before slow imports.
@@ -172,7 +172,8 @@ def one_store() -> bool:
 def job() -> str:
     """Return an id of the job of this process, which its restarts by the same launcher share and no
     other job has: of the SkyPilot or Ray job, else the SLURM step, else torchrun's --rdzv-id, else
-    the launcher's process. Returns "" where no launcher started this process.
+    the process that started this one (torchrun's agent, our fork server). Returns "" where no
+    launcher started this process.
     """
     if "RANK" not in os.environ and "SLURM_PROCID" not in os.environ:
         return ""

@@ -399,7 +399,7 @@ WAITING = """
 import os, sys, time
 sys.path.insert(0, {root!r})
 from dolmen.launch import process
-process.die_with_launcher()
+process.die_with_agent()
 open({folder!r} + "/ready" + os.environ["RANK"], "w").close()
 time.sleep(600)  # longer than any wait
 """

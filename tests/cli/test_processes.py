@@ -345,6 +345,19 @@ def test_a_rank_that_is_killed_is_named(run):
     )
 
 
+def test_a_rank_that_has_to_be_killed_is_not_the_cause(run, tmp_path, monkeypatch):
+    """Rank 0 ignores SIGTERM, as one that a debugger has stopped: rank 1 failed by itself."""
+    monkeypatch.setattr(launcher, "GRACE", 0.2)
+    deaf = tmp_path / "deaf"
+    code, _, complained = run(
+        f"if RANK == '0': signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(deaf)!r}, 'w')\n"
+        f"while RANK == '1' and not os.path.exists({str(deaf)!r}): time.sleep(0.001)\n"
+        "if RANK == '1': os._exit(2)\n"
+        "time.sleep(600)"
+    )
+    assert (code, complained) == (2, "no traceback\n")
+
+
 REFUSE = """
 if RANK:
     sys.path.insert(0, {root!r})
