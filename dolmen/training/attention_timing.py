@@ -110,16 +110,17 @@ def _times(
         return {}
     file, key = run.data.cache_folder / FILE, shape_key(run, mesh, hardware)
     known = read_times(file)
-    if known.get(key, {}).keys() != {*candidates}:
-        times: dict[str, float] = {}
-        for name in candidates:
+    times = known.setdefault(key, {})
+    remembered = len(times)
+    for name in candidates:
+        if name not in times:
             with suppress(ValueError):  # an installed FlashAttention-3 that does not load
                 times[name] = measure(name, run, mesh)
-        known[key] = times
+    if len(times) > remembered:
         with suppress(OSError):  # a folder that cannot be written: measured again next time
             file.parent.mkdir(parents=True, exist_ok=True)
             write.replace(file, json.dumps(known, indent=1))
-    return {name: known[key][name] for name in candidates if name in known[key]}
+    return {name: times[name] for name in candidates if name in times}
 
 
 def find_candidates(run: RunConfig, hardware: Hardware) -> list[AttentionName]:
