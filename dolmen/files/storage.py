@@ -270,11 +270,11 @@ class RemoteFolder:
                     raise OSError(f"{len(data):,} of {stop - start:,} bytes arrived")
                 return data
             except Exception:
-                size = stop
+                size = None
                 with suppress(Exception):  # storage that is gone
                     self._system.invalidate_cache()
-                    size = self._system.info(self._path(name))["size"] or stop
-                if size < stop:
+                    size = self._system.info(self._path(name))["size"]
+                if size is not None and size < stop:
                     raise gate.refuse(
                         f"{self.url}/{name}", "has become smaller while it was read; start again"
                     ) from None
