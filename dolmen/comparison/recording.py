@@ -301,7 +301,7 @@ def place(name: str) -> int:
 
 def operation(name: str) -> str:
     """Return a phrase for the operation that computes a forward tensor, for a report: "query
-    projection" for layers.0.attn.q.
+    projection" for layers.0.attn.q, "a part of the layer" for what has none.
     """
     return {**OUTSIDE, **INSIDE}.get(inside(name), "a part of the layer")
 

@@ -224,7 +224,7 @@ class _TransformersHooks:
         self, layers: dict[nn.Module, int], module: nn.Module, tensors: dict[str, Tensor]
     ) -> None:
         """Record the queries, keys and values ([batch, heads, length, size], by name in `tensors`)
-        of the layer that contains `module`; `layers`: module -> layer number.
+        of the layer that contains `module`, if one does; `layers`: module -> layer number.
         """
         for word, x in tensors.items():
             if module in layers:

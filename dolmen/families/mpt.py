@@ -98,8 +98,8 @@ def read(config: dict[str, Any]) -> ModelSpec:
 
 
 def write(spec: ModelSpec) -> dict[str, Any]:
-    """Return the fields of an MPT config.json that `common.write` does not state: expansion_ratio
-    and attn_config.
+    """Return the fields of an MPT config.json that `common.write` does not state: expansion_ratio,
+    and attn_config with its entries clip_qkv and softmax_scale.
     """
     mixer = common.attention(spec)
     return {

@@ -102,8 +102,7 @@ TIMED: tuple[AttentionName, ...] = ("cudnn", "flash", "flash3")
 
 def find_lack(backend: AttentionName, needs: AttentionNeeds) -> str:
     """Return what the backend lacks to compute `needs`, as the rest of a sentence about it ("has
-    no soft cap"); "" if it lacks nothing. Whether it is installed is
-    not asked.
+    no soft cap"); "" if it lacks nothing. Whether it is installed is not asked.
     """
     support = SUPPORT[backend]
     if lacking := [name for name in needs.features if name not in support.features]:

@@ -95,8 +95,8 @@ def _tree(parts: Iterable[Tensor], leaves: int) -> Tensor:
 def weight_gradient(
     g: Float[Tensor, "tokens out"], x: Float[Tensor, "tokens in"], leaf: int
 ) -> Float[Tensor, "out in"]:
-    """Return the weight gradient g^T x, computed per `leaf` tokens, one sequence each, and added in
-    the fixed order of a tree; the last leaf may be shorter.
+    """Return the weight gradient g^T x, computed per `leaf` tokens and added in the fixed order of
+    a tree; the last leaf may be shorter.
     """
     pairs = ((a.t(), b) for a, b in zip(g.split(leaf), x.split(leaf), strict=True))
     return sum_of_products(pairs, -(-len(x) // leaf))

@@ -52,7 +52,7 @@ STYLE: Any = {
     "legend.frameon": False,
     "legend.handlelength": 1.6,
     "lines.linewidth": 1.6,
-    "hatch.color": "#5a6670",
+    "hatch.color": FAINT,
     "hatch.linewidth": 0.5,
 }
 WIDTH = 9.2  # inches of a picture that takes the width of a page

@@ -68,7 +68,8 @@ class LeafProduct:
     @staticmethod
     def from_cut(exact: Exact, cut: Literal["inputs", "outputs"] | None, tp: int) -> "LeafProduct":
         """Return the products of a weight whose dim `cut` (None: neither) is split over `tp` ranks,
-        with the leaves of `exact` that fall to one rank.
+        with the leaves of `exact` that fall to one rank. Of a weight that is not split, leaves of
+        tokens are such that sequence parallelism may split them.
         """
         leaves = exact.tp // tp
         match cut:
@@ -76,7 +77,6 @@ class LeafProduct:
                 return LeafProduct(exact.leaf, inputs=leaves)
             case "outputs":
                 return LeafProduct(exact.leaf, outputs=leaves)
-        # a rank may have a part of a sequence
         return LeafProduct(exact.token_leaf)
 
     def output(

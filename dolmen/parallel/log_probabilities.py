@@ -30,8 +30,8 @@ from dolmen.ops.kernels import Kernels
 from dolmen.parallel.inference_linear import PrepackedProduct
 from dolmen.parallel.tensor import TensorParallel
 from dolmen.parallel.vocabulary import (
+    HeadLeafGradients,
     LogitsCall,
-    SequenceGradients,
     combine_vocabulary,
     logits_and_slope,
 )
@@ -100,7 +100,7 @@ class _LogProbabilities(TypedFunction):
         )
         chunks, gradients = call.chunks(len(labels), len(weight)), None
         if exact is not None and block is not None:
-            gradients = SequenceGradients(len(chunks), weight, exact, block)
+            gradients = HeadLeafGradients(len(chunks), weight, exact, block)
         for i, rows in enumerate(chunks):
             logits, slope = logits_and_slope(
                 entered[rows], weight, normalizer.dtype, call.soft_cap, bias, product

@@ -381,9 +381,9 @@ class _Linear(TypedFunction):
             trained_factors = [g for g, wants in zip(factors, wants_dw, strict=True) if wants]
             gradients = iter(_compute_weight_gradients(trained_factors, x, tp.turned))
             dw = [next(gradients) if wants else None for wants in wants_dw]
-        exact = call.products[0]
-        of_leaves = isinstance(exact, LeafProduct)
-        sum_over_tokens = partial(sum_tokens, leaf=exact.tokens) if of_leaves else _sum_rows
+        product = call.products[0]
+        of_leaves = isinstance(product, LeafProduct)
+        sum_over_tokens = partial(sum_tokens, leaf=product.tokens) if of_leaves else _sum_rows
         db = [
             sum_over_tokens(g) if wants else None for g, wants in zip(grads, wants_db, strict=True)
         ]

@@ -224,17 +224,17 @@ class _LinearCrossEntropy(TypedFunction):
         return dx, *gradients, *[None] * 5
 
 
-class SequenceGradients:
+class HeadLeafGradients:
     """Gradients of the head with exact numerics, from those of logits, a leaf of tokens at a time:
     of the input by a tree over blocks of the vocabulary, of weight and bias by one over leaves.
     """
 
-    def __init__(
-        self, sequences: int, weight: Float[Tensor, "rows hidden"], exact: Exact, block: int
-    ):
-        """Prepare sums over this many `sequences`; `block` rows of `weight` are a leaf."""
+    def __init__(self, leaves: int, weight: Float[Tensor, "rows hidden"], exact: Exact, block: int):
+        """Prepare sums over so many `leaves` of tokens. A leaf of the vocabulary is `block` rows of
+        `weight`.
+        """
         self.exact, self.block, self.blocks = exact, block, weight.split(block)
-        self.weights, self.biases = Tree(sequences), Tree(sequences)
+        self.weights, self.biases = Tree(leaves), Tree(leaves)
 
     def input_gradient(
         self, dlogits: Float[Tensor, "tokens rows"]
@@ -246,13 +246,13 @@ class SequenceGradients:
     def weight_gradient(
         self, i: int, dlogits: Float[Tensor, "tokens rows"], x: Float[Tensor, "tokens hidden"]
     ) -> Float[Tensor, "rows hidden"] | None:
-        """Add sequence i; return the weight gradient of all with the last, else None."""
+        """Add leaf i; return the weight gradient of all with the last, else None."""
         return self.weights.add(i, invariant.product(dlogits.t(), x))
 
     def bias_gradient(
         self, i: int, dlogits: Float[Tensor, "tokens rows"]
     ) -> Float[Tensor, " rows"] | None:
-        """Add sequence i; return the bias gradient of all with the last, else None."""
+        """Add leaf i; return the bias gradient of all with the last, else None."""
         return self.biases.add(i, invariant.sum_tokens(dlogits, self.exact.leaf))
 
 
@@ -280,12 +280,12 @@ class _ExactLinearCrossEntropy(_LinearCrossEntropy):
         wants_dx, wants_dw, wants_db = (
             differentiate and wants for wants in ctx.needs_input_grad[:3]
         )
-        sequences = call.chunks(len(entered), len(weight))
+        chunks = call.chunks(len(entered), len(weight))
         total = torch.zeros((), dtype=torch.float64, device=x.device)
         dx = torch.empty_like(entered, dtype=torch.float32) if wants_dx else None
-        gradients = SequenceGradients(len(sequences), weight, exact, block)
+        gradients = HeadLeafGradients(len(chunks), weight, exact, block)
         dw, db = None, None
-        for i, rows in enumerate(sequences):
+        for i, rows in enumerate(chunks):
             losses, dlogits = _chunk(
                 entered[rows],
                 weight,

@@ -369,8 +369,8 @@ class Capacity:
 
     def _head_bytes(self, choice: LayoutChoice) -> tuple[float, float]:
         """Return the bytes that the LM head keeps from forward to backward (its input and both
-        gradients), and those that it needs only for a moment (a chunk of logits, the gradient of
-        its weight in fp32).
+        gradients), and those that it needs only for a moment (a chunk of logits, and what the
+        gradient of its weight takes more in fp32).
         """
         tokens = choice.microbatch_size * self.sequence_length / choice.cp
         # of the vocabulary, padded to tp

@@ -378,8 +378,8 @@ class RunConfig:
         """Sequences that a process computes at once: --train.microbatch-size, else the largest
         divisor of the process's batch with at most 4,096 tokens (4,096 x cp if cp splits
         sequences). In a pipeline it leaves 4 or more microbatches per stage, and a number of
-        microbatches that is a multiple of pp, where possible. For pairs it is even; 1 where cp
-        splits sequences with exact numerics.
+        microbatches that is a multiple of pp, where possible. For rows of pairs or completions
+        it is even; 1 where cp splits sequences with exact numerics.
         """
         if self.train.microbatch_size:
             return self.train.microbatch_size

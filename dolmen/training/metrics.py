@@ -239,7 +239,7 @@ class HistoryFile:
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
         """Append a row with `step`, the time and the entries of `row` (plain values) to
-        history.jsonl, on the rank that has opened it.
+        history.jsonl, on the rank that has opened it. Raises ValueError for NaN and infinity.
         """
         if self.handle is not None:
             full = {"step": step, "time": time.time(), **row}

@@ -342,8 +342,8 @@ def epoch_steps(loader: Loader, epochs: float = 1.0) -> int:
 
 def fill_in_length(config: RunConfig, loader: Loader) -> RunConfig:
     """Return the run with its length filled in where none was requested: epochs = 1, so that a
-    resume with more data or another batch size still reads one epoch; or the 20 steps of a smaller
-    data set.
+    resume with more data or another batch size still reads one epoch; or steps = 20 where one epoch
+    has fewer.
     """
     train = config.train
     if train.steps is not None or train.tokens is not None or train.epochs is not None:

@@ -237,7 +237,7 @@ class StackPlace:
 
 def _stack_place(plan: ExportPlan, name: str) -> StackPlace:
     """Return the key of a tensor in the checkpoint and its index in a stack of layers, by its
-    canonical name.
+    canonical name. In a model with experts each layer has keys of its own, and no stack.
     """
     parsed = names.canonical(name)
     assert parsed is not None

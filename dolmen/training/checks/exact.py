@@ -94,7 +94,8 @@ def check_exact(config: RunConfig) -> None:
 
 def _check_options(config: RunConfig) -> None:
     """Raise ValueError for the first option whose value exact numerics do not cover (OPTIONS has
-    those that they do), and if several processes do not add in a fixed order (--layout.reduction).
+    those that they do); for rollouts of a model with experts, latent attention or sinks, or with a
+    reward model; and if several processes do not add in a fixed order (--layout.reduction).
     """
     for path, allowed in OPTIONS.items():
         value = reduce(getattr, path.split("."), config)
@@ -250,7 +251,8 @@ def _widths(mlp: MLPSpec | MoESpec) -> dict[str, int]:
 def _check_batch_sizes(config: RunConfig) -> None:
     """Raise ValueError unless sums over parts equal exact numerics' one binary tree: the sequences
     of a microbatch, and of a data-parallel process, must be a power of two (unless one has all of
-    them), and the tokens of a tensor-parallel rank under sequence parallelism whole leaves.
+    them), so must ep (unless it is dp), and the tokens of a tensor-parallel rank under sequence
+    parallelism must be whole leaves.
     """
     batch, micro = config.train.global_batch_size, config.microbatch_size
     layout, length, limit = config.layout, config.sequence_length, config.train.exact.tp
