@@ -14,6 +14,7 @@ import io
 import os
 import pickle
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -119,9 +120,9 @@ def warned() -> None:
 
 
 def _worker(rank, world, path, fn, args, queue):
-    # stays open: where a signal such as SIGSEGV ends this rank, Python writes its stack there
-    crash = open(f"{path}-crash-{rank}", "w")  # noqa: SIM115
-    faulthandler.enable(crash)
+    # where a signal such as SIGSEGV ends this rank, Python writes its stack, and C++ why it aborts
+    os.dup2(os.open(f"{path}-crash-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    faulthandler.enable(2)
     torch.set_num_threads(1)
     warned()
     try:
@@ -156,10 +157,24 @@ def serving():
     return context
 
 
+class Aborted(AssertionError):
+    """A rank was ended by abort() in a thread of torch or gloo."""
+
+
 def run_spawned(world, fn, *args):
     """fn(*args) on `world` gloo processes; rank 0's result (picklable). The first traceback of a
-    rank is raised that has one of its own.
+    rank is raised that has one of its own. Aborted ranks, which are seen once in several thousand
+    spawns on a busy machine, are told and tried once more: nothing of Python's aborts.
     """
+    try:
+        return _run_spawned(world, fn, *args)
+    except Aborted as error:
+        print(f"tried again: {error}", file=sys.stderr)
+        return _run_spawned(world, fn, *args)
+
+
+def _run_spawned(world, fn, *args):
+    """`run_spawned` without another try."""
     context = serving()
     queue = context.SimpleQueue()  # writes at once: a worker that exits has told what it had to
     with tempfile.TemporaryDirectory() as folder:
@@ -186,7 +201,8 @@ def run_spawned(world, fn, *args):
             for p in processes:
                 p.kill()
             crashes = "".join(path.read_text() for path in Path(folder).glob("store-crash-*"))
-            raise AssertionError(f"{who} failed (exit codes {codes}):\n{result}{crashes}")
+            failure = Aborted if -signal.SIGABRT in codes else AssertionError
+            raise failure(f"{who} failed (exit codes {codes}):\n{result}{crashes}")
         for p in processes:
             p.join()
     return pickle.loads(result)

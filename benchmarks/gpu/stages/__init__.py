@@ -16,7 +16,7 @@ STAGES = (
     Stage(f"{HERE}.memory", 60, "peak memory, beside the closed forms"),
     Stage(f"{HERE}.compiling", 185, "with and without torch.compile"),
     Stage(f"{HERE}.generation", 70, "greedy text from a cache, beside transformers"),
-    Stage(f"{HERE}.ranks", 100, "two ranks that share the GPU over gloo"),
+    Stage(f"{HERE}.ranks", 130, "two ranks that share the GPU over gloo"),
 )
 GROUPS = {"smoke": ("device", "families", "golden", "training", "nccl", "ranks")}
 
