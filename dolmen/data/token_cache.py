@@ -140,7 +140,7 @@ def identity_of(file: TextFile) -> list:
     its size, and in its ETag or time (StoredFile), as it is when the run's sources are resolved.
     """
     if isinstance(file, RemoteFile):
-        return [file.url, file.stored.size, file.stored.changed, 0]
+        return [file.url, file.stored.size, file.stored.stamp, 0]
     status = file.stat()
     return [str(file), status.st_size, status.st_mtime_ns, status.st_ctime_ns]
 

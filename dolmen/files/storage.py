@@ -76,7 +76,7 @@ class StoredFile:
     """
 
     size: int
-    changed: int
+    stamp: int
 
 
 class RemoteFolder:
@@ -125,7 +125,7 @@ class RemoteFolder:
             _check_name(self.url, name)
             if info["size"] is None:  # http: lists links, and 0 bytes would be downloaded
                 raise StorageError(f"{self.url} does not state how large {name} is: give a file")
-            files[name] = StoredFile(int(info["size"]), _change_time(info))
+            files[name] = StoredFile(int(info["size"]), _stamp(info))
         return files
 
     def find(self, name: str) -> StoredFile | None:
@@ -148,7 +148,7 @@ class RemoteFolder:
             return None
         if info.get("mimetype") == "text/html" and not name.endswith((".html", ".htm")):
             raise StorageError(f"{self.url}/{name} is a page of HTML: give the URL of a file")
-        return StoredFile(int(info["size"] or 0), _change_time(info))
+        return StoredFile(int(info["size"] or 0), _stamp(info))
 
     def read(self, name: str, stored: StoredFile, most: int) -> bytes:
         """Return the bytes of a small object, which `stored` describes. Raises StorageError, and
@@ -228,7 +228,7 @@ class RemoteFolder:
                         part.unlink()
                         raise
                     say(f"WARNING: {error}; it is downloaded again")
-            os.utime(part, ns=(stored.changed, stored.changed))
+            os.utime(part, ns=(stored.stamp, stored.stamp))
             part.rename(file)
 
     def _fill(self, name: str, stored: StoredFile, part: Path) -> None:
@@ -342,10 +342,10 @@ def _check_name(url: str, name: str) -> None:
         )
 
 
-def _change_time(info: Mapping[str, Any]) -> int:
-    """Return the time of an object's last change in ns, from the field of `info` in which its file
-    system has it. With an ETag, or without a time: whole seconds that follow from ETag or
-    Last-Modified, or 0.
+def _stamp(info: Mapping[str, Any]) -> int:
+    """Return the time by which copies of an object are known, in ns: whole seconds that follow from
+    its ETag, where `info` of its file system has one; else the time of its last change; without one
+    whole seconds that follow from Last-Modified, or 0.
     """
     # times in S3 are of seconds, and objects of this URL at two endpoints may have the same
     if tag := info.get("ETag") or info.get("etag"):
@@ -383,7 +383,7 @@ def is_copy(file: Path, stored: StoredFile) -> bool:
     if file.is_symlink() or not file.is_file():
         return False
     status = file.stat()
-    return (status.st_size, status.st_mtime_ns) == (stored.size, stored.changed)
+    return (status.st_size, status.st_mtime_ns) == (stored.size, stored.stamp)
 
 
 def local_copy(url: str, inside: str | None = None) -> Path:

@@ -188,7 +188,7 @@ class _LeafCall(NamedTuple):
     """Axis that splits the outputs of the weights, over which input gradients are partial sums."""
 
 
-class _Leaves(TypedFunction):
+class _LeafLinears(TypedFunction):
     """Autograd of `leaf_linears`; weights [experts, out, in] first, then as many biases. Of several
     ranks of ep, those that have gradients are as many times side by side, [sources, experts, ...].
     """
@@ -288,6 +288,6 @@ def leaf_linears(
         several if cut == "inputs" else None,
         several if cut == "outputs" else None,
     )
-    return _Leaves.apply(
+    return _LeafLinears.apply(
         x, call, *(linear.weight for linear in linears), *(linear.bias for linear in linears)
     )

@@ -213,7 +213,7 @@ def test_two_processes_download_once(folder):
     stored = remote.files()["weights"]
     with storage.lock_file(file):
         file.write_bytes((folder / "weights").read_bytes())
-        os.utime(file, ns=(stored.changed, stored.changed))
+        os.utime(file, ns=(stored.stamp, stored.stamp))
     Faulty.requests.clear()
     remote.download("weights", stored, file)
     assert Faulty.requests == []
@@ -225,15 +225,15 @@ def test_times_by_any_name():
         {"mtime": 1767323045.0, "created": 3.0},
         {"updated": "2026-01-02T03:04:05Z"},
     ):
-        assert storage._change_time(info) == 1767323045 * 10**9
-    assert storage._change_time({}) == 0
+        assert storage._stamp(info) == 1767323045 * 10**9
+    assert storage._stamp({}) == 0
 
 
 def test_objects_of_one_time_are_told_apart_by_their_etags(system, monkeypatch):
     """As two at one URL of two endpoints. Some file systems have times of whole seconds only."""
     time = {"LastModified": "2026-01-02T03:04:05+00:00"}
-    one, other = (storage._change_time({**time, "ETag": f'"{tag}"'}) for tag in ("one", "other"))
-    assert one != other and one == storage._change_time({"etag": '"one"'})
+    one, other = (storage._stamp({**time, "ETag": f'"{tag}"'}) for tag in ("one", "other"))
+    assert one != other and one == storage._stamp({"etag": '"one"'})
     assert all(0 <= tag < 2**31 * 10**9 and tag % 10**9 == 0 for tag in (one, other))
     info, tag = Faulty.info, "one"
     monkeypatch.setattr(Faulty, "info", lambda *a, **k: info(*a, **k) | {"ETag": tag, "created": 1})
