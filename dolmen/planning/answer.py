@@ -122,8 +122,9 @@ def dry_run_lines(plan: Plan) -> list[str | Table]:
     return [
         *lines,
         grid,
-        "dry run: the real step on tensors without values. In brackets: error of the closed "
-        f"forms. Kinds of memory are shown if they are off by {DIFFERS:.0%} of the peak or more.",
+        "dry run: the real step on tensors without values. In brackets: error of the closed forms, "
+        "or the form's own GiB where it is off tenfold. Kinds of memory are shown if they are off "
+        f"by {DIFFERS:.0%} of the peak or more.",
         *_differing_seconds(plan.ranked[0].estimate.seconds, dry),
     ]
 
@@ -153,12 +154,11 @@ def _differing_seconds(step: float, dry: DryRun) -> list[str]:
 
 def format_compared(compared: Compared) -> str:
     """Format as "60.09 (+3.8%)": GiB as counted, and the relative error of the closed form; where
-    that is ten times the count or more, the closed form itself: "0.00 (2.93 in closed form)".
+    that is ten times the count or more, the closed form itself: "0.00 (form: 2.93)".
     """
     if abs(compared.off) >= 10:
-        return (
-            f"{compared.counted / 2**30:,.2f} ({compared.closed_form / 2**30:,.2f} in closed form)"
-        )
+        # three ranks of these fit into 80 columns; rich truncates what does not
+        return f"{compared.counted / 2**30:,.2f} (form: {compared.closed_form / 2**30:,.2f})"
     return f"{compared.counted / 2**30:,.2f} ({compared.off:+.1%})"
 
 

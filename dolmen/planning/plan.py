@@ -203,7 +203,7 @@ class DryRun:
 
 def usable(memory: int, headroom: float) -> str:
     """Return as text the memory in bytes that layouts may use, less the share `headroom`."""
-    return gib(memory) + (f" less a headroom of {headroom:.3g}" if headroom else "")
+    return gib(memory) + (f" less a headroom of {100 * headroom:.3g}%" if headroom else "")
 
 
 @dataclass(frozen=True)

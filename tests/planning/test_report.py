@@ -233,5 +233,5 @@ def test_a_browser_draws_all_of_it(size, tmp_path):
 
 
 def test_a_count_of_next_to_nothing_is_beside_the_closed_form_and_no_percentage():
-    assert format_compared(Compared("buffer", 48, 2**30)) == "0.00 (1.00 in closed form)"
+    assert format_compared(Compared("buffer", 48, 2**30)) == "0.00 (form: 1.00)"
     assert format_compared(Compared("buffer", 2**31, 2**30)) == "2.00 (-50.0%)"

@@ -65,7 +65,7 @@ def test_a_headroom_is_left_free():
         found[headroom] = search.make_plan(asked, replace(config, dryrun=False))
         limit = (1 - headroom) * asked.cluster.device.memory
         assert max(one.fullest for one in found[headroom].ranked) <= limit
-        text = "fit into 80.00 GiB" + (" less a headroom of 0.3" if headroom else "")
+        text = "fit into 80.00 GiB" + (" less a headroom of 30%" if headroom else "")
         assert answer.title(found[headroom]).endswith(text)
     assert found[0.3].fitting < found[0.0].fitting and found[0.3].considered
     assert PlanConfig().headroom == 0.05
