@@ -94,8 +94,10 @@ def inline_svg(title: str, paint: Callable[..., None], *values: object) -> str:
     # what follows the <style> that matplotlib would give to the whole page
     body = text.partition("</defs>")[2]
     # ids other than those of tooltips would occur in each picture of a page; a space tells them
-    body = re.sub(r'<g id="([^"]* [^"]*)">', r"<g><title>\1</title>", body)
-    body = re.sub(r'<g id="[^"]*">', "<g>", body)
+    for quote in "\"'":  # matplotlib takes ' around a text with "
+        some = f"[^{quote}]*"
+        body = re.sub(rf"<g id={quote}({some} {some}){quote}>", r"<g><title>\1</title>", body)
+        body = re.sub(rf"<g id={quote}{some}{quote}>", "<g>", body)
     # a tenth of a point is enough, and halves a picture of many boxes
     body = re.sub(r' [dxy]="[^"]*"', lambda at: re.sub(r"(\.[0-9])[0-9]+", r"\1", at[0]), body)
     body = re.sub(r' transform="rotate\(-0 [^"]*"', "", body)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 
 import plans
@@ -235,3 +236,14 @@ def test_a_browser_draws_all_of_it(size, tmp_path):
 def test_a_count_of_next_to_nothing_is_beside_the_closed_form_and_no_percentage():
     assert format_compared(Compared("buffer", 48, 2**30)) == "0.00 (form: 1.00)"
     assert format_compared(Compared("buffer", 2**31, 2**30)) == "2.00 (-50.0%)"
+
+
+@pytest.mark.parametrize("text", ('an "h100" & more', "rank 0's"))
+def test_any_text_is_a_tooltip(text):
+    """Names come from files, and matplotlib takes other quotation marks around those with some."""
+
+    def paint(figure) -> None:
+        figure.subplots().barh(0, 1, gid=text)
+
+    svg = picture.inline_svg("", paint)
+    assert f"<title>{escape(text, quote=False)}</title>" in svg and "<g id=" not in svg
