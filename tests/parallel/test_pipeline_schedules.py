@@ -281,8 +281,6 @@ def test_deadlocks_are_exactly_the_circles(name, v):
         (("gpipe", 4, 8, 2), "--layout.virtual-stages 1"),
         (("zero-bubble", 4, 8, 2), "--layout.virtual-stages 1"),
         (("2f2b", 4, 8, 1), "gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v"),
-        (("gpipe", 0, 8, 1), r"layout.pp \(0\)"),
-        (("gpipe", 2, 0, 1), r"\(0\)"),
     ),
 )
 def test_what_cannot_be_made(words, want):
