@@ -16,6 +16,7 @@ import gc
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -50,7 +51,9 @@ class ForkServer:
         server has ended.
         """
         try:
-            self.connection.send("\0".join(f"{n}={v}" for n, v in environment.items()).encode())
+            self.connection.send(
+                b"\0".join(os.fsencode(f"{n}={v}") for n, v in environment.items())
+            )
         except OSError:
             pass  # `receive` reports it
 
@@ -83,6 +86,8 @@ def main() -> None:
     """
     descriptor, launcher, imports, *words = sys.argv[1:]
     process.die_with(int(launcher))
+    # where the launcher was started with SIGCHLD ignored, the kernel would keep no exit codes
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     gc.set_threshold(100_000)  # as in dolmen/__main__.py
     import_module(imports)
     gc.freeze()  # a collection in a worker would copy the pages of all these objects
@@ -109,8 +114,8 @@ def _fork_workers(connection: socket.socket) -> None:
             message = connection.recv(MESSAGE_BYTES)
             if not message:
                 os._exit(0)  # the kernel kills the workers that are left
-            for variable in message.decode().split("\0"):
-                name, _, value = variable.partition("=")
+            for variable in message.split(b"\0"):
+                name, _, value = os.fsdecode(variable).partition("=")
                 os.environ[name] = value
             rank, pid = os.environ["RANK"], os.fork()
             if pid == 0:

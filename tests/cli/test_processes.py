@@ -358,6 +358,13 @@ def test_a_rank_that_has_to_be_killed_is_not_the_cause(run, tmp_path, monkeypatc
     assert (code, complained) == (2, "no traceback\n")
 
 
+def test_exit_codes_are_known_where_the_end_of_children_is_ignored(run):
+    """A parent may have left SIGCHLD ignored, as daemons do."""
+    with process.handling({signal.SIGCHLD: signal.SIG_IGN}):
+        assert run("")[::2] == (0, "")
+        assert "rank 1 failed (exit code 3)" in run("if RANK == '1': os._exit(3)")[2]
+
+
 REFUSE = """
 if RANK:
     sys.path.insert(0, {root!r})
@@ -432,11 +439,13 @@ def test_requests_are_forwarded(run, tmp_path, sent, code, heard):
 
 
 def test_nothing_is_left_in_the_temporary_folder(run, tmp_path, monkeypatch):
+    """Its name may be no UTF-8."""
     import tempfile
 
-    (tmp_path / "temporary").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    assert run("")[0] == 0 and list((tmp_path / "temporary").iterdir()) == []
+    temporary = tmp_path / os.fsdecode(b"temporary\xff")
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    assert run("")[0] == 0 and list(temporary.iterdir()) == []
 
 
 @pytest.mark.parametrize("moment", ("before", "after"))
