@@ -168,6 +168,11 @@ class PlanConfig:
                 f"{stated[0].replace('_', '-')} is for training, but --inference plans generation: "
                 "leave one of the two out"
             )
+        if self.inference and self.headroom != PlanConfig.headroom:
+            raise ValueError(
+                f"headroom ({self.headroom:g}) is for training, but --inference counts all of the "
+                "memory: leave one of the two out"
+            )
 
 
 @config()

@@ -158,6 +158,7 @@ REFUSED = {
     "gpt-1t --cluster dgx-2h --train.dtype bfloat16": "has no peak rate for bf16",
     "bert --cluster dgx-a100 --inference": "which cannot generate",
     "llama-8b --cluster dgx-a100 --inference --layout.pp 2": "is for training",
+    "llama-8b --cluster dgx-a100 --inference --headroom 0.2": "headroom (0.2) is for training",
     "llama-8b --cluster dgx-a100 --inference --length 999999": "max_position_embeddings",
     "pretrain --cluster dgx-a100": "has no model of its own",
 }
