@@ -55,7 +55,9 @@ class ReplayConfig:
     step: Positive
     """Step to repeat; its receipt, and those since the checkpoint before it, are compared."""
     layout: Layout = Layout()
-    """Layout of the repetition; unset, the run's."""
+    """Layout of the repetition; unset, or with defaults alone, the run's. --layout.dp 1 is a single
+    process.
+    """
 
 
 @config()
