@@ -33,7 +33,13 @@ from dolmen.training import worker
 from dolmen.training.config import FinishConfig, LogConfig, RunConfig
 from dolmen.training.folder import claim
 from dolmen.training.receipt import RECEIPTS, dump_receipts, read_receipts, total
-from dolmen.training.request import LaunchOptions, ReplayConfig, TrainRequest, read_run
+from dolmen.training.request import (
+    RUN_LAYOUT,
+    LaunchOptions,
+    ReplayConfig,
+    TrainRequest,
+    read_run,
+)
 from dolmen.training.self_test import digest_operators
 from dolmen.training.worker import Guard
 
@@ -169,9 +175,9 @@ def read_data(checkpoint: Path) -> dict[str, str]:
 
 def without_outputs(config: RunConfig, layout: Layout) -> RunConfig:
     """Return the run's configuration for a replay: without periodic checkpoints, snapshots,
-    uploads, evaluation, trackers, export and the like, and in `layout` unless that is the default.
+    uploads, evaluation, trackers, export and the like, and in `layout` unless that is RUN_LAYOUT.
     """
-    if layout != Layout():
+    if layout is not RUN_LAYOUT:
         config = replace(config, layout=replace(layout, dp=layout.dp or 1, reduction="fixed"))
     if layout.cp > 1:  # then a microbatch is a sequence, and no microbatch size changes a bit
         config = replace(config, train=replace(config.train, microbatch_size=1))

@@ -43,6 +43,10 @@ class LaunchOptions:
     """
 
 
+RUN_LAYOUT = Layout()
+"""The layout of the run that is replayed: this object itself, as an equal one is of one process."""
+
+
 @config()
 class ReplayConfig:
     """Repeat a step of a run with exact numerics from the checkpoint before it, at any layout, and
@@ -54,10 +58,8 @@ class ReplayConfig:
     """Folder or URL of the run, trained with --train.numerics exact."""
     step: Positive
     """Step to repeat; its receipt, and those since the checkpoint before it, are compared."""
-    layout: Layout = Layout()
-    """Layout of the repetition; unset, or with defaults alone, the run's. --layout.dp 1 is a single
-    process.
-    """
+    layout: Layout = RUN_LAYOUT
+    """Layout of the repetition; unset, the run's. --layout.dp 1 is a single process."""
 
 
 @config()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from rich.console import Console
 from tinyrun import Material, losses, same, tensors
 
+from dolmen.cli import command
 from dolmen.core.config import to_dict
 from dolmen.core.mesh import SINGLE
 from dolmen.core.messages import BadInput
@@ -105,6 +106,15 @@ REFUSED = {
     "short chunks in bfloat16": (
         {"train": CUT | {"dtype": "bfloat16", "sequence_length": 96}},
         "is not divisible by 64: .* multiple of 16 tokens: set --train.sequence-length 128",
+    ),
+    "odd sequences with dropout": (
+        {"train": {"dropout": 0.1}},
+        r"\(10\) is not divisible by 8: a multiple of 8 tokens with train.dropout: "
+        "set --train.sequence-length 16",
+    ),
+    "short chunks with dropout": (
+        {"train": CUT | {"sequence_length": 24, "dropout": 0.1}},
+        r"\(24\) is not divisible by 32: .* chunks of a multiple of 8 tokens",
     ),
     "tokens of a chunk": (
         {
@@ -249,7 +259,11 @@ def test_a_dry_run_is_refused(material):
         {"model": {"tie_word_embeddings": True}},
         {"model": LATENT},
         {"model": {"sliding_window": 4, "model_type": "mistral"}},
-        {"train": {"dropout": 0.1}, "optimizer": {"name": "muon"}, "data": {"document_mask": True}},
+        {
+            "train": {"dropout": 0.1, "sequence_length": 16},
+            "optimizer": {"name": "muon"},
+            "data": {"document_mask": True},
+        },
         {"train": CUT | {"microbatch_size": 4}},
         {"train": CUT, "layout": {"cp": 2, "context": "gather", "tp": 2, "zero": 3}},
     ],
@@ -545,6 +559,14 @@ def test_a_replay_with_other_data_names_the_data(material, tmp_path, capsys):
         assert "validation loss" not in printed
     with pytest.raises(BadInput, match=r"\(8\): .* \(dolmen replay has the options"):
         replay.replay(ReplayConfig(str(out), 5, Layout(tp=8)), lambda work: work())
+
+
+def test_a_replay_is_at_the_layout_of_the_run_unless_another_is_given(material):
+    """Also where what is given has the values of the defaults."""
+    run = config(material, layout={"tp": 2, "reduction": "fixed"})
+    for words, tp in (((), 2), (("--layout.tp", "1"), 1), (("--layout.dp", "1"), 1)):
+        options = command.read("replay", ["runs/a", "--step", "5", *words])
+        assert replay.without_outputs(run, options.layout).layout.tp == tp
 
 
 def test_a_replay_over_cp_has_microbatches_of_one_sequence(material):

@@ -158,8 +158,9 @@ def check_components(spec: ModelSpec) -> None:
 
 def _check_context(config: RunConfig) -> None:
     """Raise ValueError unless the layout's cp divides train.exact.cp (the largest cp with the same
-    bits), whose chunks divide a sequence; unless keys are gathered, a microbatch is one sequence
-    and ep is 1 where cp splits sequences; and for rollouts with a limit over 1.
+    bits), whose chunks divide a sequence into parts for which products are invariant; unless keys
+    are gathered, a microbatch is one sequence and ep is 1 where cp splits sequences; and for
+    rollouts with a limit over 1.
     """
     limit, layout, length = config.train.exact.cp, config.layout, config.sequence_length
     if limit % layout.cp:
@@ -174,13 +175,17 @@ def _check_context(config: RunConfig) -> None:
             "model that attends to whole sequences, with other bits than to their chunks: set "
             f"--train.exact.cp 1 and --layout.cp 1, {FAST}"
         )
-    # oneDNN's bf16 products of other small matrices depend on how many are multiplied at once
-    least = 16 if config.train.dtype == "bfloat16" else 1
-    multiple = 2 * limit * least
-    if limit > 1 and length % multiple:
+    # Products of other small matrices depend on how many are multiplied at once: oneDNN's in bf16,
+    # and in fp32 those of whole matrices of probabilities, which dropout forms, of odd sizes.
+    dropout = config.train.dropout > 0
+    least = 16 if config.train.dtype == "bfloat16" else 8 if dropout else 1
+    multiple = least * (2 * limit if limit > 1 else 1)
+    if (limit > 1 or dropout) and length % multiple:
+        chunks = f"2 x train.exact.cp ({2 * limit}) chunks of " if limit > 1 else ""
+        why = " with train.dropout" if dropout else ""
         raise ValueError(
-            f"train.sequence-length ({length}) is not divisible by {multiple}: 2 x train.exact.cp "
-            f"({2 * limit}) chunks of a multiple of {least} tokens: set --train.sequence-length "
+            f"train.sequence-length ({length}) is not divisible by {multiple}: {chunks}a multiple "
+            f"of {least} tokens{why}: set --train.sequence-length "
             f"{-(-length // multiple) * multiple}, {FAST}"
         )
     if layout.cp > 1 and layout.context != "gather":
