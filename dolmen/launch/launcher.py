@@ -127,9 +127,9 @@ class _WorkerGroup:
         raise AssertionError("the last attempt returns")
 
     def _run(self, server: ForkServer, attempt: int, reports: Path) -> _End:
-        """Start all workers with a new rendezvous store and wait until all have ended or one fails,
-        which ends the others. Prints the cause of a failure, once. Return the exit code of the
-        whole group and whether a restart would be useless. `attempt`: starts before this one.
+        """Start all workers with a new rendezvous store and wait until all have ended. Prints the
+        cause of a failure, once. Return the exit code of the whole group and whether a restart
+        would be useless. `attempt`: starts before this one.
         """
         # documented as torch.distributed's, where it is imported without being listed
         from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -140,43 +140,51 @@ class _WorkerGroup:
             server.fork(self._environment(rank, attempt, store.port, file))
         failures: list[Failure] = []
         try:
-            running, deadline = {*range(self.processes)}, None
-            expected = {0}  # exit codes that are no failure
-            while running:
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                message = server.receive(left)
-                if message is None:
-                    self._kill(signal.SIGKILL)
-                    deadline = time.monotonic() + GRACE
-                    expected.add(-signal.SIGKILL)  # of ranks that have ignored SIGTERM
-                    continue
-                rank, pid, code = message
-                if code is None:
-                    self.pids[rank] = pid
-                    if self.first_signal:  # it came before the pid was known
-                        _ask_to_stop(pid, self.first_signal)
-                    elif failures:
-                        _send(pid, signal.SIGTERM)
-                    continue
-                running.remove(rank)
-                del self.pids[rank]
-                if code not in expected:
-                    failures.append(_failure(rank, pid, code, files[rank]))
-                    if deadline is None:
-                        self._kill(signal.SIGTERM)
-                        deadline = time.monotonic() + GRACE
+            self._wait_for_all(server, files, failures)
         except EOFError:
             self.pids.clear()
             code = server.close()
-            if not self.first_signal:
-                print(
-                    f"dolmen: the process that starts the ranks ended (exit code {code}); all "
-                    "ranks were stopped",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            return _End(128 + self.first_signal if self.first_signal else 1, True)
+            if self.first_signal:
+                return _End(128 + self.first_signal, True)
+            text = f"dolmen: the process that starts the ranks ended (exit code {code}); all "
+            print(f"{text}ranks were stopped", file=sys.stderr, flush=True)
+            if failures:
+                print(cause(failures), file=sys.stderr, flush=True)
+            return _End(1, True)
         return self._report_failures(failures) if failures else _End(0, True)
+
+    def _wait_for_all(
+        self, server: ForkServer, files: Sequence[Path], failures: list[Failure]
+    ) -> None:
+        """Wait until all workers have ended, and append those that failed to `failures`. After the
+        first the others are told to end (SIGTERM), and killed if they have not in GRACE seconds.
+        `files`: the error file of each. Raises EOFError if the server ends.
+        """
+        running, deadline = {*range(self.processes)}, None
+        expected = {0}  # exit codes that are no failure
+        while running:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            message = server.receive(left)
+            if message is None:
+                self._kill(signal.SIGKILL)
+                deadline = time.monotonic() + GRACE
+                expected.add(-signal.SIGKILL)  # of ranks that have ignored SIGTERM
+                continue
+            rank, pid, code = message
+            if code is None:
+                self.pids[rank] = pid
+                if self.first_signal:  # it came before the pid was known
+                    _ask_to_stop(pid, self.first_signal)
+                elif failures:
+                    _send(pid, signal.SIGTERM)
+                continue
+            running.remove(rank)
+            del self.pids[rank]
+            if code not in expected:
+                failures.append(_failure(rank, pid, code, files[rank]))
+                if deadline is None:
+                    self._kill(signal.SIGTERM)
+                    deadline = time.monotonic() + GRACE
 
     def _kill(self, sent: signal.Signals) -> None:
         """Send a signal to all living workers."""

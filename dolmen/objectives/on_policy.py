@@ -23,7 +23,6 @@ from dolmen.ops.loss import IGNORED
 from dolmen.parallel.exact import round_losses
 
 OLD, ADVANTAGE, REFERENCE = "old", "advantage", "reference"
-_ENTROPY = ("entropy",)  # metrics of a loss with a bonus for it
 LossFunction = Callable[[Tensor, slice, Tensor], tuple[Tensor, Metrics]]
 """(new log-probabilities, their rows, valid tokens) -> mean loss and metrics."""
 BY_TOKENS = ("bnpo", "dapo", "cispo")
@@ -58,7 +57,8 @@ class GRPOLoss:
         not 0, and entropy with a bonus for it.
         """
         kl = ("reference_kl",) if self.beta else ()
-        return ("clip_fraction", "ratio", "kl_k3", *kl, *_ENTROPY[: self.entropy_coef > 0])
+        entropy = ("entropy",) if self.entropy_coef else ()
+        return ("clip_fraction", "ratio", "kl_k3", *kl, *entropy)
 
     def count(self, batch: Batch) -> float:
         """Return the divisor of the loss: the number of trained tokens for bnpo, dapo and cispo,
@@ -167,7 +167,7 @@ class PPOPolicyLoss:
         dual_clip_fraction with a dual clip, and entropy with a bonus for it.
         """
         dual = () if self.dual_clip is None else ("dual_clip_fraction",)
-        entropy = _ENTROPY[: self.entropy_coef > 0]
+        entropy = ("entropy",) if self.entropy_coef else ()
         return ("clip_fraction", "ratio", "kl_k1", "kl_k3", *dual, *entropy)
 
     def count(self, batch: Batch) -> float:

@@ -31,7 +31,7 @@ def clamped_swiglu(
     sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
 ) -> Float[Tensor, "rows size"]:
     """Return SwiGLU with clamped inputs (GPT-OSS, 2508.10925): with a = min(gate, limit) and b = up
-    clamped to +- limit, a sigmoid(alpha a) (b + 1). `sigmoid`: the function of that name.
+    clamped to +- limit, a sigmoid(alpha a) (b + 1). `sigmoid`: how sigmoids are computed.
     """
     gate = gate.clamp(max=limit)
     return gate * sigmoid(gate * alpha) * (up.clamp(-limit, limit) + 1)

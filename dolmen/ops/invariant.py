@@ -68,7 +68,7 @@ def product(a: Float[Tensor, "m k"], b: Float[Tensor, "k n"]) -> Float[Tensor, "
     if m >= LEAST and n >= LEAST:
         return a @ b
     a, b = F.pad(a, (0, 0, 0, max(0, LEAST - m))), F.pad(b, (0, max(0, LEAST - n)))
-    # no view, which autograd lets nobody write to
+    # a copy: autograd forbids writing to a view of what this returns
     return (a @ b)[:m, :n].clone(memory_format=torch.contiguous_format)
 
 
@@ -105,9 +105,9 @@ def weight_gradient(
 def sum_leaves(
     g: Float[Tensor, "rows out"], x: Float[Tensor, "rows in"] | None, leaves: Sequence[int]
 ) -> Float[Tensor, "*shape"] | None:
-    """Return the sum over `leaves` of rows, each so many as its number says, of g^T x [out, in], or
-    without x of g [out], in the fixed order of a tree; None where there are no rows. A leaf without
-    rows is zeros.
+    """Return g^T x [out, in], or without x the sum of the rows of g [out], computed per leaf and
+    added in the fixed order of a tree; None where there are no rows. `leaves`: the numbers of rows
+    of consecutive leaves; one without rows is zeros.
     """
     tree, total = Tree(len(leaves)), None
     xs = [None] * len(leaves) if x is None else x.split(list(leaves))

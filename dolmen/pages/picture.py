@@ -93,7 +93,7 @@ def inline_svg(title: str, paint: Callable[..., None], *values: object) -> str:
     assert view is not None, "matplotlib writes a viewBox"
     # what follows the <style> that matplotlib would give to the whole page
     body = text.partition("</defs>")[2]
-    # ids other than those of tooltips would occur in each picture of a page; a space tells them
+    # only tooltips have a space; other ids would occur in each picture of a page
     for quote in "\"'":  # matplotlib takes ' around a text with "
         some = f"[^{quote}]*"
         body = re.sub(rf"<g id={quote}({some} {some}){quote}>", r"<g><title>\1</title>", body)

@@ -81,9 +81,7 @@ class ContextParallel:
 
     @property
     def multiple(self) -> int:
-        """Number that must divide the length of a sequence: that of its chunks; 1 if it is not
-        cut.
-        """
+        """Number of chunks of a sequence, which must divide its length; 1 if it is not cut."""
         return 1 if self.pairs == 1 else 2 * self.pairs
 
     @property

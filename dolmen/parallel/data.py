@@ -95,7 +95,7 @@ def shard_model(
                 mp_policy=policy,
                 # with exact numerics a rank has whole rows, which are leaves of the norm
                 shard_placement_fn=(
-                    _even_placement(axis, rows=wide_gradients) if unit.experts else None
+                    _even_placement(axis, keeps_rows=wide_gradients) if unit.experts else None
                 ),
             )
         assert isinstance(unit.module, FSDPModule)
@@ -181,10 +181,11 @@ class _Alone(sharding.ReduceScatter):
         raise AssertionError
 
 
-def _even_placement(axis: Axis, rows: bool) -> Callable[[nn.Parameter], state.Shard]:
+def _even_placement(axis: Axis, keeps_rows: bool) -> Callable[[nn.Parameter], state.Shard]:
     """Return a function that chooses the placement of stacked matrices (of experts) on `axis`: it
     shards the first dim of this rank's part that the axis divides, as experts may be fewer than
-    ranks; else dim 0, of which some ranks then hold less than others. `rows`: never the last dim.
+    ranks; else dim 0, of which some ranks then hold less than others. `keeps_rows`: the last dim is
+    never sharded.
     """
 
     def place(p: nn.Parameter) -> state.Shard:
@@ -193,7 +194,9 @@ def _even_placement(axis: Axis, rows: bool) -> Callable[[nn.Parameter], state.Sh
             next(
                 (
                     dim
-                    for dim, size in enumerate(state.local_view(p).shape[: -1 if rows else None])
+                    for dim, size in enumerate(
+                        state.local_view(p).shape[: -1 if keeps_rows else None]
+                    )
                     if size % axis.size == 0
                 ),
                 0,

@@ -14,8 +14,8 @@ splits a sum decides who adds which subtree, and what crosses ranks is added in 
     dW of experts        its rows of a leaf of tokens; then as dW: a rank of ep adds the
                          microbatches of each other's, then ranks, and edp follows
     sinks                tokens, within a pair; then pairs and sequences
-    dW of down           parts of a pair, as of norms
-    projections, routers
+    dW of routers and    parts of a pair, as of norms
+    MLA's down projections
     shared key of MLA    `tp` leaves of heads: a rank's, then over tp
     dW of q and k norms  tokens, then `tp` leaves of heads: a rank's, then over tp, all within a
                          pair; then pairs and sequences
@@ -68,8 +68,8 @@ class LeafProduct:
     @staticmethod
     def from_cut(exact: Exact, cut: Literal["inputs", "outputs"] | None, tp: int) -> "LeafProduct":
         """Return the products of a weight whose dim `cut` (None: neither) is split over `tp` ranks,
-        with the leaves of `exact` that fall to one rank. Of a weight that is not split, leaves of
-        tokens are such that sequence parallelism may split them.
+        with the leaves of `exact` that fall to one rank. A weight that is not split has the smaller
+        leaves of tokens that sequence parallelism may split.
         """
         leaves = exact.tp // tp
         match cut:

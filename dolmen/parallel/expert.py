@@ -13,7 +13,7 @@ tokens, entered whole on tp.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int64, Shaped
@@ -29,9 +29,7 @@ from dolmen.parallel.quantized_product import Product
 from dolmen.parallel.tensor import Linear, TensorParallel
 
 Leaves = Sequence[Sequence[Sequence[int]]]
-"""Rows that each local expert has of each rank of ep, and of these of each sequence, one after the
-other.
-"""
+"""[local expert][rank of ep][sequence] -> number of rows; they are in this order."""
 
 
 class Trip(NamedTuple):
@@ -72,7 +70,7 @@ def dispatch(
     """
     if axis.size == 1 and sequences is not None:
         leaves = [[n] for n in device.read_back(sequences.t())]
-        return rows, Trip(_totals(leaves), leaves, [], [], None)
+        return rows, Trip(_count_rows(leaves), leaves, [], [], None)
     if axis.size == 1:
         groups = _ends(counts) if kernel else device.read_back(counts, len(rows))
         return rows, Trip(groups, [], [], [], None)
@@ -86,7 +84,9 @@ def dispatch(
     leaves: Leaves = []
     if sequences is not None:
         leaves = list(zip(*got, strict=True))
-        sent, got, came = [_totals(n) for n in sent], [_totals(n) for n in got], came.sum(1)
+        # over sequences
+        sent, got = ([[sum(n) for n in ranks] for ranks in counts] for counts in (sent, got))
+        came = came.sum(1)
     receive = [sum(n) for n in got]
     # Rows come by rank, and of each rank by expert. A stable sort by expert puts those of an expert
     # together, ranks in their order: the same every time, and with one rank as with many.
@@ -107,9 +107,9 @@ def dispatch(
     return moe.permute(rows, order, back), trip
 
 
-def _totals(counts: Any) -> list[int]:
-    """Return the sum of each of `counts`, which are lists of numbers, or of lists of them."""
-    return [sum(_totals(n)) if isinstance(n[0], list) else sum(n) for n in counts]
+def _count_rows(leaves: Leaves) -> list[int]:
+    """Return the number of rows of each local expert, of all ranks and sequences."""
+    return [sum(map(sum, ranks)) for ranks in leaves]
 
 
 def _ends(counts: Tensor) -> Tensor:
@@ -189,8 +189,9 @@ class _LeafCall(NamedTuple):
 
 
 class _LeafLinears(TypedFunction):
-    """Autograd of `leaf_linears`; weights [experts, out, in] first, then as many biases. Of several
-    ranks of ep, those that have gradients are as many times side by side, [sources, experts, ...].
+    """Autograd of `leaf_linears`: weights [experts, out, in], then as many biases [experts, out] or
+    None. With several ranks of ep, one that needs a gradient has a copy for the rows of each rank:
+    [ranks, experts, ...].
     """
 
     @staticmethod
@@ -202,7 +203,7 @@ class _LeafLinears(TypedFunction):
         """
         ctx.kept = call
         ctx.save_for_backward(x, *weights_and_biases)
-        counts = _totals(call.leaves)
+        counts = _count_rows(call.leaves)
         group = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
         weights, biases = _split_parameters(weights_and_biases)
         ys = []
@@ -223,7 +224,7 @@ class _LeafLinears(TypedFunction):
         dx: Tensor | None = None
         if wants_dx:
             weights, _ = _split_parameters(saved)
-            experts = zip(*(g.split(_totals(call.leaves)) for g in grads), strict=True)
+            experts = zip(*(g.split(_count_rows(call.leaves)) for g in grads), strict=True)
             of_experts = zip(*(weight.unbind() for weight in weights), strict=True)
             dx = torch.cat(
                 [
@@ -246,27 +247,27 @@ class _LeafLinears(TypedFunction):
 def _split_parameters(
     parameters: Sequence[Tensor | None],
 ) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return (weights, biases) of `parameters`, of each that is there several times the first."""
+    """Return (weights, biases) of `parameters`, without a dimension of copies for ranks of ep."""
     number = len(parameters) // 2
     weights = [w if w.ndim == 3 else w[0] for w in parameters[:number] if w is not None]
     return weights, [b if b is None or b.ndim == 2 else b[0] for b in parameters[number:]]
 
 
 def _add_leaves(g: Tensor, x: Tensor | None, leaves: Leaves, shape: torch.Size) -> Tensor:
-    """Return, for each source and expert, the sum of g^T x over its sequences by a tree, or without
-    x the sum of the rows of g, in fp32 or wider: [sources, experts, ...], in this `shape`.
+    """Return, for each rank of ep and expert, the sum of g^T x over its sequences by a tree, or
+    without x the sum of the rows of g, in fp32 or wider: [ranks, experts, ...], in this `shape`.
     """
     out = widen(g.new_zeros(shape))
-    counts = [sum(rows) for sources in leaves for rows in sources]
+    counts = [sum(rows) for ranks in leaves for rows in ranks]
     xs = [None] * len(counts) if x is None else x.split(counts)
     parts = iter(zip(g.split(counts), xs, strict=True))
-    by_source = out.view(-1, len(leaves), *shape[-1 if x is None else -2 :])
-    for e, sources in enumerate(leaves):
-        for source, rows in enumerate(sources):
+    by_rank = out.view(-1, len(leaves), *shape[-1 if x is None else -2 :])
+    for e, ranks in enumerate(leaves):
+        for rank, rows in enumerate(ranks):
             total = invariant.sum_leaves(*next(parts), rows)
             if total is not None:
                 # to 0: no sum is -0, as where a sequence's zeros are added
-                by_source[source, e].add_(total)
+                by_rank[rank, e].add_(total)
     return out
 
 
@@ -277,8 +278,8 @@ def leaf_linears(
     of x times its weight transposed, plus its bias, whole on every rank of tp, with autograd and
     exact numerics: bits of a row depend on no other, and gradients of weights and biases are added
     over sequences by a tree. Where `leaves` have rows of several ranks of ep, a weight or bias that
-    has a gradient is there once for each, [sources, experts, ...], and so is its gradient.
-    Collective over tp: forward where it splits inputs, else backward.
+    needs a gradient has a copy for the rows of each, [ranks, experts, ...], and so has its
+    gradient. Collective over tp: forward where it splits inputs, else backward.
     """
     assert tp.exact is not None
     cut, several = linears[0].cut, tp.axis if tp.axis.size > 1 else None

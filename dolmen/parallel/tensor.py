@@ -183,7 +183,7 @@ class TensorParallel:
 
     def copy_weight(self, name: str, weight: Tensor, number: int | None = None) -> Tensor:
         """Return `weight` as a leaf of autograd with a gradient of its own in fp32, of which
-        `copies` keeps track by `name`; with a `number` so many times side by side, without memory.
+        `copies` keeps track by `name`. `number`: as a view of that many copies, [number, ...].
         """
         copy = weight.detach() if number is None else weight.detach().expand(number, *weight.shape)
         copy.requires_grad_(weight.requires_grad)

@@ -8,7 +8,7 @@ from rich.table import Table
 from dolmen.core.log import size
 from dolmen.core.messages import plural
 from dolmen.planning.inference import Inference
-from dolmen.planning.plan import Candidate, Change, Compared, DryRun, Fleet, Plan, usable
+from dolmen.planning.plan import Candidate, Change, Compared, DryRun, Fleet, Plan, describe_usable
 
 NAMES = {"bubble": "bubble", "memory": "memory traffic", "host": "host", "pp": "sends"}
 MFU = (
@@ -35,7 +35,7 @@ def title(plan: Plan) -> str:
         f"{plan.model}, {size(plan.parameters)} parameters, on {where} ({plan.gpus:,}), "
         f"{plan.dtype}\n{batch} = {size(plan.step_tokens)} tokens per "
         f"step{assumed}\n{plan.considered:,} layouts considered, {plan.fitting:,} fit into "
-        f"{usable(cluster.device.memory, plan.headroom)}"
+        f"{describe_usable(cluster.device.memory, plan.headroom)}"
     )
 
 

@@ -28,7 +28,15 @@ from dolmen.pages.picture import (
     add_legend,
 )
 from dolmen.planning.draw import Panel, paint_panels
-from dolmen.planning.plan import Candidate, Fleet, Plan, StageMemory, Timeline, words
+from dolmen.planning.plan import (
+    Candidate,
+    Fleet,
+    Plan,
+    StageMemory,
+    Timeline,
+    describe_usable,
+    words,
+)
 
 GIB = 2**30
 MOST_LAYOUTS = 12
@@ -242,7 +250,7 @@ def paint_front(figure: Any, plan: Plan) -> None:
     if not plan.fleets:
         return _write(figure, "The plan has only one number of GPUs.")
     left, right = figure.subplots(1, 2)
-    _paint_fleets(left, plan, {"GPUs": lambda fleet: fleet.gpus}, "GPUs")
+    _paint_fleets(left, plan, {"GPUs": lambda fleet: fleet.gpus}, "GPUs", labelled=True)
     # a curve for each price that is known
     costs: dict[str, Callable[[Fleet], float]] = {}
     if plan.prices.rent:
@@ -257,24 +265,29 @@ def paint_front(figure: Any, plan: Plan) -> None:
 
 
 def _paint_fleets(
-    axes: Any, plan: Plan, worths: Mapping[str, Callable[[Fleet], float]], title: str
+    axes: Any,
+    plan: Plan,
+    curves: Mapping[str, Callable[[Fleet], float]],
+    title: str,
+    labelled: bool = False,
 ) -> None:
-    """Draw one panel: days against each of `worths` (name -> value of a fleet), the front as a
-    line, all fleets as dots with intervals. `title`: of the vertical axis.
+    """Draw one panel: days against each of `curves` (name -> value of a fleet), the front as a
+    line, all fleets as dots with intervals. `title`: of the vertical axis; `labelled`: write the
+    number of GPUs beside each dot.
     """
     front = plan.front
-    for (name, worth), (colour, dash) in zip(worths.items(), COURSES, strict=False):
+    for (name, value_of), (colour, dash) in zip(curves.items(), COURSES, strict=False):
         days = [plan.days(fleet.estimate).seconds for fleet in front]
-        axes.plot(days, [*map(worth, front)], color=colour, linestyle=dash, label=name)
+        axes.plot(days, [*map(value_of, front)], color=colour, linestyle=dash, label=name)
         for fleet in plan.fleets:
-            hint = f"{fleet.gpus:,} GPUs, {fleet.words}: {title} {worth(fleet):,.0f}, days "
+            hint = f"{fleet.gpus:,} GPUs, {fleet.words}: {title} {value_of(fleet):,.0f}, days "
             # hollow if another fleet is better
-            _add_interval(axes, plan.days(fleet.estimate), worth(fleet), hint, fleet in front)
-            if len(worths) == 1 and title == "GPUs":
-                place = plan.days(fleet.estimate).seconds, fleet.gpus
+            _add_interval(axes, plan.days(fleet.estimate), value_of(fleet), hint, fleet in front)
+            if labelled:
+                place = plan.days(fleet.estimate).seconds, value_of(fleet)
                 axes.annotate(f"{fleet.gpus:,}", place, (6, 5), **OFFSET, size=8)
     # halving the days doubles the GPUs: a straight line
-    values = [worth(fleet) for worth in worths.values() for fleet in plan.fleets]
+    values = [value_of(fleet) for value_of in curves.values() for fleet in plan.fleets]
     low, high = min(values) / 1.3, max(values) * 1.3
     axes.set(xscale="log", yscale="log", ylim=(low, high), ylabel=title)
     axes.set_xlabel(f"days for {size(plan.budget)} tokens, and 90 % interval")
@@ -283,7 +296,7 @@ def _paint_fleets(
         axis.set_major_formatter(lambda value, _: size(value))
     axes.minorticks_off()
     axes.grid()
-    if len(worths) > 1:
+    if len(curves) > 1:
         axes.legend()
 
 
@@ -305,7 +318,7 @@ def memory_course(memory: StageMemory, timeline: Timeline, rank: int) -> list[tu
     return [(max(first, second), second) for first, second in zip(before, after, strict=True)]
 
 
-MOST_ACTIONS = 240  # of a rank, in a panel: narrower boxes are none
+MOST_ACTIONS = 240  # of a rank, in a panel: boxes of more would be too narrow to see
 
 
 def windows(timeline: Timeline) -> list[tuple[float, float]]:
@@ -406,7 +419,7 @@ def _add_limit(axes: Any, plan: Plan) -> None:
     """Draw a line at the memory of the plan's device, in GiB, with its name above."""
     device = plan.cluster.device
     axes.axhline(device.memory / GIB, **LIMIT)
-    text = f"{device.name}: {device.memory / GIB:.0f} GiB"
+    text = f"{device.name}: {describe_usable(device.memory, plan.headroom)}"
     place = 1, device.memory / GIB
     axes.annotate(
         text, place, (0, 3), ("axes fraction", "data"), "offset points", ha="right", weight="bold"

@@ -201,7 +201,7 @@ class DryRun:
     """Why nothing was dry-run; "" if it was."""
 
 
-def usable(memory: int, headroom: float) -> str:
+def describe_usable(memory: int, headroom: float) -> str:
     """Return as text the memory in bytes that layouts may use, less the share `headroom`."""
     return gib(memory) + (f" less a headroom of {100 * headroom:.3g}%" if headroom else "")
 

@@ -15,7 +15,16 @@ from dolmen.core.log import gib
 from dolmen.core.messages import plural
 from dolmen.model import count
 from dolmen.planning.config import PlanConfig
-from dolmen.planning.plan import Candidate, Change, Fleet, Plan, Prices, Timeline, usable, words
+from dolmen.planning.plan import (
+    Candidate,
+    Change,
+    Fleet,
+    Plan,
+    Prices,
+    Timeline,
+    describe_usable,
+    words,
+)
 from dolmen.planning.pricing import Timed, traffic
 from dolmen.planning.question import Question
 from dolmen.planning.space import LayoutChoice, Pins, divisors
@@ -246,7 +255,7 @@ def refusal(question: Question, result: SearchResult) -> str:
     layouts, lacks = plural(result.considered, "layout"), gib(size - memory)
     text = (
         f"none of {layouts} fits into {gpus} of "
-        f"{usable(question.cluster.device.memory, question.headroom)}: the nearest, "
+        f"{describe_usable(question.cluster.device.memory, question.headroom)}: the nearest, "
         f"{words(choice.options)}, needs {gib(size)} on its fullest rank, {lacks} too many"
     )
     other = nearest_fitting(question, choice)

@@ -48,6 +48,7 @@ def make_state(resolved: ResolvedRun, mesh: Mesh, steps: int) -> TrainState:
         check_machine(
             *(run.spec, run.training.exact, run.microbatch_size, mesh, DTYPES[run.train.dtype]),
             generates=run.objective.name == "grpo",
+            dropout=run.train.dropout,
         )
     attention = choose_run_attention(run, mesh, Hardware.from_device(mesh.device))
     model = build_model(run, run.spec, schedule, mesh, attention)

@@ -44,7 +44,9 @@ class LaunchOptions:
 
 
 RUN_LAYOUT = Layout()
-"""The layout of the run that is replayed: this object itself, as an equal one is of one process."""
+"""Default of --layout in `dolmen replay`: that of the run. Compared by identity, as --layout.tp 1
+gives an equal object.
+"""
 
 
 @config()

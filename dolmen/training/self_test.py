@@ -22,6 +22,7 @@ from dolmen.model.attention import Attention, LatentAttention
 from dolmen.model.spec import LatentAttentionSpec, ModelSpec
 from dolmen.ops import invariant
 from dolmen.ops.attention import Attend
+from dolmen.ops.elementwise import Dropout, Noise
 from dolmen.ops.numerics import Exact
 from dolmen.parallel.context import ContextParallel
 
@@ -48,17 +49,19 @@ def check_machine(
     mesh: Mesh,
     dtype: torch.dtype = torch.float32,
     generates: bool = False,
+    dropout: float = 0.0,
 ) -> None:
     """Raise ValueError on every rank if any rank finds a product or an attention whose bits depend
     on the layout, computes on a GPU, or has a CPU that gives other bits than the first rank's.
-    `dtype`: of compute. `generates`: single tokens are computed, too (rollouts). Collective.
+    `dtype`: of compute. `generates`: single tokens are computed, too (rollouts). `dropout`: its
+    probability. Collective.
     """
     shapes = product_shapes(spec, exact, microbatch_size, mesh.tp.size, mesh.cp.size)
     if generates:
         shapes += [shape._replace(leaf_m=1) for shape in shapes if shape.transposed == "b"]
     if mesh.device.type == "cpu":
         broken_product = find_broken_product(shapes, dtype) or find_broken_attention(
-            spec, exact, microbatch_size, mesh.tp.size, dtype
+            spec, exact, microbatch_size, mesh.tp.size, dtype, dropout
         )
     else:
         broken_product = f"any sum: it computes on {mesh.device.type}"
@@ -213,11 +216,12 @@ def find_broken_attention(
     microbatch_size: int,
     tp: int,
     dtype: torch.dtype = torch.float32,
+    dropout: float = 0.0,
 ) -> str | None:
     """Compute each of the model's attention layers, forward and gradients, from random numbers in
-    `dtype`: for a microbatch with a tp rank's heads, and for its last sequence and key-value head
-    alone on one thread; over all chunks of the largest cp, as one process computes them. Return a
-    text about the first whose bits differ; None if all agree.
+    `dtype`, with `dropout` of this probability: for a microbatch with a tp rank's heads, and for
+    its last sequence and key-value head alone on one thread; over all chunks of the largest cp, as
+    one process computes them. Return a text about the first whose bits differ; None if all agree.
     """
     context = ContextParallel(Axis("cp"), limit=exact.cp)
     for mixer in dict.fromkeys(block.mixer for block in spec.blocks):
@@ -237,10 +241,17 @@ def find_broken_attention(
             )
         )
         attend = LatentAttention.attend(mixer) if latent else Attention.attend(mixer)
+        if dropout:
+            noise = Noise(torch.tensor(1), torch.arange(microbatch_size))
+            attend = attend._replace(dropout=Dropout(dropout, noise, torch.tensor(0)))
         full = _attention(q, k, v, g, attend, context)
         cut = (t[-1:, :, -n:] for t, n in zip((q, k, v, g), (group, 1, 1, group), strict=True))
         with invariant.one_thread():
             attend = attend._replace(first_head=heads - group)
+            if attend.dropout is not None:
+                noise = attend.dropout.noise
+                noise = noise._replace(sequences=noise.sequences[-1:])
+                attend = attend._replace(dropout=attend.dropout._replace(noise=noise))
             part = _attention(*cut, attend=attend, context=context)
         for rank_part, of_all in zip(part, full, strict=True):
             if not torch.equal(rank_part, of_all[-1:, :, -rank_part.shape[2] :]):

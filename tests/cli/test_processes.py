@@ -409,18 +409,6 @@ def test_what_a_worker_raises_is_told_once(run, tmp_path):
     assert complained.endswith("dolmen: rank 1 failed (exit code 1); all ranks were stopped\n")
 
 
-def test_a_process_in_the_background_obeys_an_interrupt(monkeypatch):
-    """A shell starts it with SIGINT ignored. Workers leave SIGINT to their launcher."""
-    with process.handling({signal.SIGINT: signal.SIG_IGN}):
-        monkeypatch.setenv(process.LAUNCHER, "1")
-        process.obey_interrupts()
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        monkeypatch.delenv(process.LAUNCHER)
-        process.obey_interrupts()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-
-
 @pytest.mark.parametrize(
     "sent, code, heard", [(signal.SIGINT, 130, "SIGUSR1"), (signal.SIGTERM, 143, "SIGUSR2")]
 )

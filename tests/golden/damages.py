@@ -186,7 +186,9 @@ def unweighted(patch):
     """A token's experts count alike."""
     combine = mlp.moe.combine
     patch.setattr(
-        mlp.moe, "combine", lambda rows, weights, order: combine(rows, 0 * weights + 0.5, order)
+        mlp.moe,
+        "combine",
+        lambda rows, weights, order, *exact: combine(rows, 0 * weights + 0.5, order, *exact),
     )
 
 

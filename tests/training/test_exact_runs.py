@@ -25,7 +25,7 @@ from dolmen.files.gate import Refused
 from dolmen.model.layout import Layout
 from dolmen.model.spec import LayerRun
 from dolmen.ops import invariant
-from dolmen.ops.attention import blockwise
+from dolmen.ops.attention import blockwise, dropout
 from dolmen.ops.numerics import Exact
 from dolmen.planning import dryrun
 from dolmen.planning.config import DryrunConfig, DryrunRequest
@@ -589,6 +589,21 @@ def test_the_self_test_has_the_attention_of_chunks(material, monkeypatch):
     found = self_test.find_broken_attention(spec, Exact(2, 12, 2), 4, 1)
     assert found is not None and found.startswith("attention over 12 tokens of 4 heads")
     assert set(seen) == {(3, 3), (3, 6), (3, 9), (3, 12)}
+
+
+def test_the_self_test_has_dropout(material, monkeypatch):
+    """Whose products of probabilities may have other bits for fewer heads."""
+    spec, right = config(material).spec, dropout.attention
+    arguments = spec, Exact(2, 16), 4, 1, torch.float32, 0.5
+    assert self_test.find_broken_attention(*arguments) is None
+
+    def attention(q, *others):
+        return right(q, *others) * (1 + 2**-20 * (q.shape[2] == 4))
+
+    monkeypatch.setattr(dropout, "attention", attention)
+    assert self_test.find_broken_attention(*arguments[:-1]) is None
+    found = self_test.find_broken_attention(*arguments)
+    assert found == "attention over 16 tokens of 4 heads than of 2"
 
 
 def test_a_step_of_a_run_at_a_url_is_replayed(material, tmp_path, monkeypatch):
