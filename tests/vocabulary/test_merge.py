@@ -1,13 +1,16 @@
 """Merged tokenizers: beside both inputs, sentencepiece itself, and `transformers`."""
 
 import json
+import random
 import shutil
+from itertools import accumulate
 from operator import concat
 from pathlib import Path
 
 import pytest
 import sentencepiece
 from texts import CHINESE, ENGLISH
+from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
 from dolmen.data.tokenizer import load_tokenizer, vocabulary_size
@@ -126,6 +129,41 @@ def test_merges_are_found_where_the_base_has_joined_otherwise():
         again = extend_bpe(["xyz", "yz", "z"], {*"abcd"}, pairs)
         assert again.tokens == ["x", "y", "xyz", "yz", "z"], "its own are added in their order"
         assert apply_bpe("abcd", pairs) == ["abcd"] and apply_bpe("bcd", pairs) == ["bc", "d"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_merges_are_those_of_tokenizers_and_refine_no_text_of_the_base(seed):
+    """Texts at random: cut as by the library `tokenizers`; a text's pieces after an extension are
+    runs of its pieces before; each wanted token is one piece.
+    """
+    chance = random.Random(seed)
+
+    def text(most):
+        return "".join(chance.choices("abcd", k=chance.randint(1, most)))
+
+    def cuts(pieces):
+        return {*accumulate(map(len, pieces))}
+
+    known, ranks = dict.fromkeys("abcd"), {}
+    for _ in range(12):
+        pair = chance.choice([*known]), chance.choice([*known])
+        known[concat(*pair)] = ranks[pair] = ranks.get(pair, len(ranks))
+    texts, wanted = [text(30) for _ in range(30)], [*dict.fromkeys(text(9) for _ in range(9))]
+    pairs = Merges(ranks, lambda left, right: (left, right))
+    before = [apply_bpe(line, pairs) for line in texts]
+    base = {**ranks}
+    added = extend_bpe(wanted, known, pairs)
+    tokens = [*known, *added.tokens]
+    assert [*pairs.ranks][: len(base)] == [*base] and len({*tokens}) == len(tokens)
+    new = [token for token in wanted if token not in known]
+    assert [token for token in added.tokens if token in new] == new
+    assert added.between == len(added.tokens) - len(new)
+    assert all(apply_bpe(token, pairs) == [token] for token in wanted)
+    library = BPE({token: i for i, token in enumerate(tokens)}, [*pairs.ranks])
+    for line, old in zip(texts, before, strict=True):
+        pieces = apply_bpe(line, pairs)
+        assert cuts(pieces) <= cuts(old)
+        assert pieces == [token.value for token in library.tokenize(line)]
 
 
 def test_a_base_of_a_family_keeps_its_class_and_its_added_tokens(vocabularies, tmp_path):
