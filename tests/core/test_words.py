@@ -2,16 +2,19 @@ from pathlib import Path
 
 import pytest
 
-from dolmen.core.filesystem import expand
+from dolmen.core.filesystem import expand, is_absent, is_url, may_be_hub_id
 from dolmen.core.messages import (
     brief,
     choices,
     cut,
+    did_you_mean,
     divisor,
     megabytes,
     one_line,
     plural,
     printable,
+    python_spelling,
+    unknown_options,
 )
 
 
@@ -63,3 +66,66 @@ def test_formats_are_found_under_the_names_of_others():
     assert choices("transformers", formats) == "did you mean hf?"
     assert choices("mcore", formats) == "did you mean megatron-core?"
     assert choices("onnx", formats) == f"use one of {', '.join(formats)}"
+
+
+@pytest.mark.parametrize(
+    "name, url, hub_id, absent",
+    [
+        ("s3://bucket/run", True, False, False),
+        ("gs+v2.x-y://b", True, False, False),
+        ("S3://bucket", False, False, True),
+        ("/a/s3://b", False, False, True),
+        ("org/model", False, True, False),
+        ("gpt2", False, True, False),
+        ("org/model-1.5_b", False, True, False),
+        ("a/b/c", False, False, True),
+        ("-org/model", False, False, True),
+        ("org/model ", False, False, True),
+        ("here/model", False, False, True),  # below a folder that is there
+        ("here", False, True, False),
+        ("./here", False, False, False),
+        ("./there", False, False, True),
+    ],
+)
+def test_a_name_is_a_url_a_hub_id_or_a_folder(tmp_path, monkeypatch, name, url, hub_id, absent):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert (is_url(name), may_be_hub_id(name), is_absent(name)) == (url, hub_id, absent)
+    assert not is_url(Path(name)), "a Path joins the slashes"
+
+
+def test_names_that_are_near_are_asked_for():
+    known = ("learning", "leaning", "yearning", "earnings", "other")
+    assert did_you_mean("lerning", known, most=2) == "did you mean learning or leaning?"
+    assert did_you_mean("lerning", known).count(" or ") == 2
+    assert did_you_mean("zzz", known) == "" and did_you_mean("zzz", known, "none") == "none"
+    assert did_you_mean("othr", known, cutoff=0.95) == ""
+
+
+def test_five_unknown_options_are_named():
+    assert unknown_options({"--a": ""}) == "unknown option --a"
+    assert unknown_options({"--a": "did you mean --b?"}) == "unknown option --a: did you mean --b?"
+    six = {f"--{letter}": "near" if letter == "b" else "" for letter in "abcdef"}
+    assert unknown_options(six) == "unknown options --a, --b (near), --c, --d, --e, 1 more"
+    five = dict([*six.items()][:5])
+    assert unknown_options(five) == "unknown options --a, --b (near), --c, --d, --e"
+
+
+@pytest.mark.parametrize(
+    "text, spelled",
+    [
+        ("set --train.lr 3", "set LR 3"),
+        ("set train.lr to 3", "set LR to 3"),
+        ("leave --train.no-compile", "leave COMPILE=False"),
+        ("leave --train.compile out", "leave COMPILE=True out"),
+        ("--train.compile is on", "COMPILE is on"),
+        ("train.compile", "COMPILE"),
+        ("use --resume", "use RESUME=True"),
+        ("the resume of a run", "the resume of a run"),
+        ("--other.name and a/train.lr", "--other.name and a/train.lr"),
+        ("dolmen train x --train.lr 3; then --train.lr", "dolmen train x --train.lr 3; then LR"),
+    ],
+)
+def test_options_are_spelled_as_keywords(text, spelled):
+    keywords = {"train.lr": "LR", "train.compile": "COMPILE", "resume": "RESUME"}
+    assert python_spelling(text, keywords, ("train.compile", "resume")) == spelled

@@ -7,36 +7,11 @@ import pytest
 from dolmen.data.tokenizer import encoder, load_tokenizer
 from dolmen.vocabulary.check import Counts, count, lines_of
 from dolmen.vocabulary.config import VocabText, VocabTrainConfig
-from dolmen.vocabulary.extend import Extended, Measurement
 from dolmen.vocabulary.merge import Merged
 from dolmen.vocabulary.train import Sample, Trained, check_size
 
 COUNTS = Counts(tokens=4, characters=10, bytes=14)
 TEXT = "2.500 characters and 3.500 bytes per token (4 tokens)"
-
-
-def test_counts_and_losses_are_those_of_a_text():
-    assert str(COUNTS) == str(Measurement(COUNTS, None)) == TEXT
-    assert str(Counts(1, 1, 1)).endswith("(1 token)")
-    assert str(Measurement(COUNTS, 0.693147)) == f"{TEXT}, loss 0.693147 per byte (1.000000 bits)"
-    assert Measurement(COUNTS, None).bits_per_byte is None
-
-
-@pytest.mark.parametrize(
-    "old, tokens, rows_before, padding",
-    [(1000, 1200, 1000, 0), (1000, 1200, 1064, 64), (1000, 1050, 1064, 50), (1000, 1200, 990, 0)],
-)
-def test_new_tokens_first_fill_the_padding(old, tokens, rows_before, padding):
-    rows = max(rows_before, tokens)
-    done = Extended(old, tokens, rows_before, rows, "mean", None, None)
-    assert done.lines() == [
-        f"{tokens - old} new tokens, ids 1000 to {tokens - 1}, {padding} of them in former padding "
-        "rows; initial rows: mean",
-        f"{rows_before:,} rows before, {rows:,} now",
-    ]
-    held_out = Measurement(COUNTS, None)
-    both = Extended(old, tokens, rows_before, rows, "mean", held_out, held_out)
-    assert both.lines() == [*done.lines(), f"before: {TEXT}", f"after:  {TEXT}"]
 
 
 def test_a_merge_reports_what_was_added_and_left_out():
