@@ -1,6 +1,8 @@
 """`dolmen generate --best`: of several answers to each row the best."""
 
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 import tinyrun
@@ -8,6 +10,9 @@ import torch
 from reward_models import classifier, theirs
 from tinyrun import dolmen
 from transformers import AutoTokenizer
+
+from dolmen.files.gate import Refused
+from dolmen.rl.best_of_n import BestOfN, choose
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
 ROWS = [{"prompt": "ab cd", "answer": "7"}, {"prompt": "ef", "id": 9}, {"prompt": "hij a"}]
@@ -77,3 +82,40 @@ def test_what_is_refused(command, tmp_path, more, message):
     found = dolmen(*command, *more)
     assert found.code == 2 and message in found.words, found.words
     assert not (tmp_path / "all.jsonl").exists()
+
+
+def chosen(folder, lines: list[dict], *rewards: str) -> tuple[BestOfN, list[dict]]:
+    """The counts, and the rows that are written."""
+    (folder / "all.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = SimpleNamespace(reward=rewards, best=str(folder / "best.jsonl"))
+    found = choose(SimpleNamespace(config=config, output=folder / "all.jsonl"), {})  # pyright: ignore
+    return found, read(folder / "best.jsonl")
+
+
+def test_counts_are_of_rows_and_of_samples(tmp_path):
+    """Of equal rewards the first; a row without any reward, and a sample that one reward fails."""
+
+    def row(texts: str, **more) -> dict:
+        samples = [{"text": t, "tokens": [i], "finish_reason": "stop"} for i, t in enumerate(texts)]
+        return {"prompt": "?", **more, "samples": samples}
+
+    lines = [row("abe", id=7), row("bcd"), row("xa", answer="a")]
+    found, best = chosen(tmp_path, lines, "stub")
+    assert found == (3, 0, 0, pytest.approx(2 / 3), pytest.approx(3 / 8))
+    assert [(one["text"], one["tokens"], one["reward"]) for one in best] == [
+        ("a", [0], 1.0),
+        ("b", [0], 0.0),
+        ("a", [1], 1.0),
+    ]
+    assert best[0]["id"] == 7 and "samples" not in best[0]
+    found, best = chosen(tmp_path, lines, "2:stub", "exact")
+    assert found == (1, 2, 6, 3.0, 1.5) and [one["answer"] for one in best] == ["a"]
+    found, best = chosen(tmp_path, lines[:1], "exact")
+    assert found[:3] == (0, 1, 3) and math.isnan(found.reward + found.of_all) and not best
+
+
+@pytest.mark.parametrize("samples", [None, "text", [1]])
+def test_rows_without_samples_are_refused(tmp_path, samples):
+    with pytest.raises(Refused, match="all.jsonl, line 1: it has no `samples`"):
+        chosen(tmp_path, [{"prompt": "?", "samples": samples}], "stub")
+    assert not (tmp_path / "best.jsonl").exists()
