@@ -404,6 +404,17 @@ def local_copy(url: str, inside: str | None = None) -> Path:
     return target
 
 
+def check_lasting(url: str, remedy: str) -> None:
+    """Raise ValueError, which ends in `remedy` (such as "another --out"), for a URL of the memory
+    of this process: what is written there ends with it.
+    """
+    if url.startswith("memory://"):
+        raise ValueError(
+            f"{url} is in the memory of one process and ends with it: give {remedy}, such as "
+            "file:///shared/run"
+        )
+
+
 def working_folder(url: str) -> Path:
     """Return the path of the local folder in which a run works whose own folder is a URL. Raises
     ValueError for a URL with an empty part or `..`, and for a path behind a link.
@@ -591,12 +602,13 @@ def push_folder(folder: Path, url: str) -> None:
 def output_folder(name: str | Path) -> Iterator[Path]:
     """Context manager: the folder to write for an output `name`: itself, or for a URL a new
     temporary folder, which is uploaded at the block's normal end. Raises ValueError where the URL
-    holds objects, and StorageError.
+    holds objects or is of the memory of this process, and StorageError.
     """
     if not is_url(name):
         yield Path(name)
         return
     url = str(name)
+    check_lasting(url, "another URL")
     if files := RemoteFolder(url).files():
         raise ValueError(f"{url} holds {plural(len(files), 'object')}: give another URL")
     copies = expand(COPIES)  # where there is room for models

@@ -58,11 +58,7 @@ def check_url(url: str, resume: bool, overwrite: bool) -> None:
     then, or the storage cannot be used, or is a process's memory. Raises StorageError where it does
     not answer.
     """
-    if url.startswith("memory://"):
-        raise Unusable(
-            f"{url} is in the memory of one process and ends with it: give another --out or "
-            "--checkpoint.to, such as file:///shared/run"
-        )
+    storage.check_lasting(url, "another --out or --checkpoint.to")
     files = RemoteFolder(url).files()
     files.pop(f"checkpoints/{WRITERS}", None)  # of a run that failed before it wrote anything else
     if files and overwrite:

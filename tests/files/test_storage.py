@@ -48,6 +48,14 @@ def test_a_folder_comes_back(folder, url, tmp_path):
     assert str(copy).startswith(storage.COPIES)
 
 
+def test_a_model_in_the_memory_of_a_process_is_refused():
+    """It would end with the command that says it wrote it."""
+    url = "memory://test-storage/lost"
+    with pytest.raises(ValueError, match=f"^{url} is in the memory of one process .* another URL"):
+        with storage.output_folder(url) as folder:
+            folder.mkdir()
+
+
 def test_a_copy_is_reused_until_the_object_changes(folder, system):
     storage.push_folder(folder, URL)
     copy = storage.pull_folder(URL)
