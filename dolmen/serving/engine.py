@@ -39,7 +39,7 @@ from dolmen.data.tokenizer import PreTrainedTokenizer
 from dolmen.families import special_tokens
 from dolmen.model import build, head
 from dolmen.model.decoder import Decoder
-from dolmen.model.spec import ModelSpec
+from dolmen.model.spec import ModelSpec, PositionSpan
 from dolmen.optim.optimizer import DTYPES
 from dolmen.parallel import data
 from dolmen.parallel.inference_linear import Weights
@@ -332,7 +332,7 @@ class Engine:
         limits cannot take. Warns once if a sequence may exceed the positions that the model was
         trained on.
         """
-        model, scheduler = self.model, self._scheduler
+        model = self.model
         check_name(request.adapter, self.adapters.names)
         beyond = check(model.spec, request, self.limits)
         # once per engine: a server would repeat it for each request
@@ -342,13 +342,36 @@ class Engine:
         # the model's EOS tokens end every request, in addition to its own
         params = replace(request.params, stop=(*self._stop, *request.params.stop))
         request = replace(request, params=params)
-        number, tokens = next(self._numbers), list(request.tokens)
-        span = span_of(model.spec, tokens)
-        for samples in scheduler.split_samples(request.samples, len(tokens)):
-            scheduler.waiting.append(
+        number = next(self._numbers)
+        self._queue(number, request, span_of(model.spec, request.tokens))
+        return number
+
+    def _queue(self, number: int, request: Request, span: PositionSpan | None) -> None:
+        """Queue the samples of a checked request, in groups that can run at once. `span`: see
+        `SequenceGroup`.
+        """
+        tokens = list(request.tokens)
+        for samples in self._scheduler.split_samples(request.samples, len(tokens)):
+            self._scheduler.waiting.append(
                 SequenceGroup(number, request, samples, span, list(tokens), len(tokens))
             )
-        return number
+
+    def warm_up(self) -> None:
+        """Run decode steps of each kind that has a compiled graph of its own, on made-up prompts:
+        of samples that share pages (several, then one), of several sequences, of a single one. Then
+        no step of a request compiles. Call before the first request, whose number stays 0.
+        """
+        limits, page = self.limits, self.limits.page
+        positions = self.model.spec.longest or 2 * page + 1
+        tokens = positions if limits.pages is None else min(positions, limits.pages * page)
+        # one position is for a new token; the second new one is not read
+        two, one = (min(pages * page, tokens - 1) for pages in (2, 1))
+        params = SamplingParams(0.0, max_new_tokens=2)
+        for length, samples, requests in ((two, 3, 1), (one, 3, 1), (1, 1, 2), (1, 1, 1)):
+            for _ in range(requests):
+                self._queue(-1, Request([0] * length, params, samples=samples), None)
+            while self.busy:
+                self.step()
 
     def cancel(self, number: int, sample: int | None = None) -> list[FinishedSequence]:
         """Stop request `number`, or only one sample of it, and free its pages.

@@ -3,6 +3,8 @@ lengths and, behind the first, batches. Products are batch-invariant here, so wh
 order of a norm's sum; tokens that it can change are counted (`close`).
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from decoders import DECODERS, VOCABULARY
@@ -141,6 +143,28 @@ def test_samples_that_share_pages_are_compiled(graphs):
     assert found[0] == found[1]
     # with shared pages, and, when the longer prompt's samples have finished, without
     assert len(graphs) == 2
+
+
+REQUESTS = ((1, 1, 3), (3, 1, 40), (2, 2, 20), (1, 4, 60), (1, 3, 33), (1, 2, 32))
+"""Requests, samples of each, tokens of a prompt; a page has 32."""
+
+
+@pytest.mark.full
+def test_after_a_warm_up_no_request_compiles(graphs):
+    """A server's first clients would wait for it."""
+    params, number = SamplingParams(max_new_tokens=3), -1
+    wide = replace(WIDE, max_position_embeddings=128)
+    with Engine(decoder(wide), compile=True) as engine:
+        engine.warm_up()
+        assert len(graphs) == 4 and not engine.busy and engine.pages == 0
+        for requests, samples, length in (*REQUESTS, (1, 4, 90)):
+            prompt = [j % VOCABULARY for j in range(length)]
+            for _ in range(requests):
+                number = engine.add(Request(prompt, params, samples=samples))
+            while engine.busy:
+                engine.step()
+            assert len(graphs) == 4, (requests, samples, length)
+    assert number == sum(requests for requests, *_ in REQUESTS)  # from 0
 
 
 @pytest.mark.spawn

@@ -4,7 +4,9 @@ alone or among 200 others.
 
 import asyncio
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import openai
 import pytest
@@ -18,9 +20,10 @@ from served import serving, until
 import dolmen as package
 from dolmen.conversion import peft
 from dolmen.conversion.source import open_source
-from dolmen.serving.config import SpeculativeConfig
+from dolmen.core.mesh import SINGLE
+from dolmen.serving.config import ServeConfig, SpeculativeConfig
 from dolmen.serving.engine import Engine, NgramProposer
-from dolmen.serving.http import loop
+from dolmen.serving.http import loop, server
 from dolmen.serving.request import Request, SamplingParams
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -29,6 +32,27 @@ PROMPTS = ["abc def", "hij", "a b c d e f g h i j", "jjj"]
 HELLO = [{"role": "system", "content": "ab"}, {"role": "user", "content": "cd"}]
 WARM = dict(temperature=1.3, seed=7, max_tokens=24)
 TIMED = ("first_token", "request")  # dolmen_..._seconds
+
+
+def test_decode_steps_are_compiled_before_the_address_is_printed(monkeypatch, capsys):
+    done: list[str] = []
+    engine = SimpleNamespace(warm_up=lambda: done.append("compiled"))
+    http = SimpleNamespace(
+        start=lambda: done.append("served"), join=lambda: None, stop=None, dispatch=None
+    )
+    for name, value in {
+        "bind_socket": SimpleNamespace(),
+        "build_parser": None,
+        "open_engine": nullcontext(engine),
+        "EngineLoop": SimpleNamespace(run=lambda on_step: None),
+        "HttpThread": http,
+    }.items():
+        monkeypatch.setattr(server, name, lambda *_, value=value, **__: value)
+    for compile in (False, True):
+        source: Any = None
+        server.serve(ServeConfig(folder="model", compile=compile), source, source, SINGLE)
+    assert done == ["served", "compiled", "served"]
+    assert "compiling decode steps" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

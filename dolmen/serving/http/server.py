@@ -256,6 +256,9 @@ def serve(
     with open_engine(
         config, source, tokenizer, mesh, config.limits, config.adapters, draft
     ) as running:
+        if config.compile:
+            say("compiling decode steps, half a minute at a first start ...", mesh.first)
+            running.warm_up()
         loop = EngineLoop(running, mesh)
         if listener is None:
             with process.stop_handler(lambda _: None):  # the first rank decides when to stop
