@@ -196,10 +196,20 @@ class RemoteCheckpoints:
         self._remote.write(WRITERS, "\n".join(lines).encode())
 
     def _read_writers(self) -> list[str]:
-        """Read the lines of the file of writers; none without one."""
-        if (stored := self._remote.find(WRITERS)) is None:
-            return []
-        return self._remote.read(WRITERS, stored, 2**20).decode(errors="replace").splitlines()
+        """Read the lines of the file of writers; none without one. Raises Refused for one of over
+        1 MiB.
+        """
+
+        def read() -> list[str]:
+            """Read them in two requests. Raises Refused where it becomes shorter in between."""
+            if (stored := self._remote.find(WRITERS)) is None:
+                return []
+            return self._remote.read(WRITERS, stored, 2**20).decode(errors="replace").splitlines()
+
+        # another run that claims the URL may drop a long line as it adds its own
+        with suppress(gate.Refused):
+            return read()
+        return read()
 
     def check_claim(self) -> None:
         """Raise Superseded if another run has claimed the URL since this one did."""
@@ -223,6 +233,10 @@ class RemoteCheckpoints:
         complete while it is uploaded. Raises Superseded.
         """
         self.check_claim()
+        self._delete_seal(step)
+
+    def _delete_seal(self, step: int) -> None:
+        """Delete the seal of the checkpoint of `step` at the URL, if it has one."""
         self._remote.delete(f"{folders.name(step)}/{SEAL}")
 
     def upload(self, step: int, files: Iterable[Path]) -> None:
@@ -267,7 +281,7 @@ class RemoteCheckpoints:
         """
         self.check_claim()
         self._remote.write(f"{folders.name(step)}/{SET_ASIDE}", self._read(step, SEAL))
-        self.begin(step)
+        self._delete_seal(step)
         self._files.pop(step, None)
 
 

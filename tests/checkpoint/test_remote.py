@@ -145,6 +145,35 @@ def test_a_superseded_run_puts_no_checkpoint_aside(system, tmp_path):
     assert system.find("/bucket/run") == before and first.steps() == [1]
 
 
+def test_a_checkpoint_is_put_aside_with_one_look_at_the_claim(system, tmp_path, monkeypatch):
+    first, read = claimed(tmp_path / "here", "a"), []
+    save(first, 1, 1.0)
+    cat_file = Faulty.cat_file
+
+    def record(self, path, *args, **kwargs):
+        read.append(path.rpartition("/")[2])
+        return cat_file(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(Faulty, "cat_file", record)
+    first.put_aside(1)
+    assert read == ["writers", "seal", "seal.damaged"]
+
+
+def test_a_claim_that_makes_the_list_of_writers_shorter_is_seen(system, tmp_path, monkeypatch):
+    """Another run claims the URL between the two requests that read the list."""
+    first, cat_file, claims = claimed(tmp_path / "here", "a" * 100), Faulty.cat_file, iter("b")
+
+    def claim_first(self, path, *args, **kwargs):
+        for _ in claims:
+            system.pipe_file(path, b"id b")
+        return cat_file(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(Faulty, "cat_file", claim_first)
+    assert first.remote is not None
+    with pytest.raises(Superseded, match=r"another run \(b\) has started"):
+        first.remote.check_claim()
+
+
 @pytest.mark.parametrize("kind", [Superseded, storage.StorageError, Damaged, ValueError])
 def test_an_error_of_a_rank_is_raised_alike_on_the_others(kind, tmp_path, monkeypatch):
     """What rank 0 sends is what rank 1 gets, in place of a second process."""

@@ -118,6 +118,28 @@ def test_the_list_is_at_the_url_before_all_else(system, out):
     assert len(stored(system)) > 1
 
 
+def test_files_are_uploaded_in_order(system, out, monkeypatch):
+    """The list, which says whose the others are, first; of a folder in order of the names, so that
+    rollouts that a killed upload lacks are the newest.
+    """
+    # in no order on disk, whichever way the file system lists them
+    for step in (7, 3, 9, 1, 8):
+        (out / f"rollouts/{step:08}.jsonl").write_bytes(b"{}")
+    names: list[str] = []
+    put = Faulty._put
+
+    def record(self, request, path, content):
+        names.append(path.removeprefix("/bucket/run/"))
+        put(self, request, path, content)
+
+    monkeypatch.setattr(Faulty, "_put", record)
+    mirror.RunUploader(out, URL)()
+    first = [name.partition("/")[0] for name in names]
+    assert first[0] == ".dolmen" and first == sorted(first, key=mirror.MIRRORED.index)
+    rollouts = [int(name[9:17]) for name in names if name.startswith("rollouts/")]
+    assert rollouts == [1, 2, 3, 7, 8, 9]
+
+
 def test_a_superseded_run_uploads_nothing_at_its_end(system, out, monkeypatch):
     claims = [mirror.open_checkpoints(URL, out) for _ in "ab"]
     first, second = claims
