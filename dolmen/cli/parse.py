@@ -26,7 +26,7 @@ from itertools import chain, pairwise, takewhile
 from textwrap import wrap
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from dolmen.core.config import Mark, ValueOptional, Words, from_words, is_optional, plain_type
+from dolmen.core.config import NONE, Mark, ValueOptional, Words, from_words, is_optional, plain_type
 from dolmen.core.messages import BadInput, as_bad_input, cut, unknown_options
 
 HELP = {"-h", "--help"}
@@ -202,10 +202,10 @@ def parse(
 
 def option_words(option: Option, after: Sequence[str]) -> list[str]:
     """Return which of the words `after` an option (up to the next option) are its value: for a bool
-    the first if it is True, False or None; for a tuple all of them; else the first.
+    the first if it is True, False, None or null; for a tuple all of them; else the first.
     """
     if option.switch:
-        return [word for word in after[:1] if word in ("True", "False", "None")]
+        return [word for word in after[:1] if word in ("True", "False", *NONE)]
     return list(after if option.several else after[:1])
 
 

@@ -253,7 +253,9 @@ def describe_error(error: ErrorDetails, cls: type, section: str) -> str:
     if kind == "missing":
         return f"missing {option}"
     if kind == "string_pattern_mismatch":
-        return f"{option} is empty: give a name, or leave the option out"
+        of_section = field_types(_type_at(cls, path[:-1]))[path[-1]]
+        none = " or None" if is_optional(of_section) else ""
+        return f"{option} is empty: give a name{none}, or leave the option out"
     if kind.startswith("literal"):
         return f"{option} is {brief(value)}: {choices(str(value), get_args(_type_at(cls, path)))}"
     if kind == "string_unicode":
@@ -400,17 +402,20 @@ def is_optional(hint: Any) -> bool:
     return type(None) in get_args(hint)
 
 
+NONE = ("None", "null")
+"""Words of a command line that unset an option."""
 WORDED = {int: "a whole number", float: "a number", bool: "True or False"}
 
 
 def from_words(hint: Any, words: Sequence[str], option: str) -> Any:
-    """Parse the words after a command-line option as a value of type `hint`: the word None as None
-    if `hint` allows it, no words as True for a bool, each word as an element for a tuple, else all
-    of them, joined by spaces, as one value. Raises ValueError that names `option`.
+    """Parse the words after a command-line option as a value of type `hint`: the word None, or null
+    as in YAML, as None if `hint` allows it, no words as True for a bool, each word as an element
+    for a tuple, else all of them, joined by spaces, as one value. Raises ValueError that names
+    `option`.
     """
     hint = get_args(hint)[0] if get_origin(hint) is typing.Annotated else hint
     kind = plain_type(hint)
-    if is_optional(hint) and [*words] == ["None"]:
+    if is_optional(hint) and len(words) == 1 and words[0] in NONE:
         return None
     # `--flag` alone means True
     if not words and kind is bool:

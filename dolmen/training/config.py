@@ -231,7 +231,7 @@ class FinishConfig:
     """Write the model to `hf/` in the run's folder, for transformers."""
     verify: bool = False
     """Compare the exported model with transformers: logits, loss, gradient norm, greedy tokens."""
-    sample: str | None = None
+    sample: Name | None = None
     """Prompt of a sample that is generated and printed."""
     compressors: bool = False
     """Report gzip -9 and xz -9 of the validation files next to the loss in bits per byte."""

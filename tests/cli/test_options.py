@@ -654,6 +654,19 @@ def test_options_win_over_the_file_and_the_file_over_defaults(material):
     assert handling.out == "x" and not handling.resume and handling.nproc is None
 
 
+@pytest.mark.parametrize("word", ["None", "null"])
+def test_a_word_unsets_any_option_that_may_be_unset(material, tmp_path, word):
+    values = yaml.safe_load(material.file.read_text())
+    values |= {"finish": {"export": True, "sample": "Once"}}
+    values["data"]["validation"] = "text"
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(values))
+    words = f"--finish.sample {word} --data.validation={word} --train.steps {word} --data.path"
+    config = parse_run("train", [str(file), *words.split(), word, "--train.epochs", "1"]).config
+    assert config.finish.sample is config.data.validation is config.train.steps is None
+    assert config.data.path == (word,)  # must be there, so this is a name
+
+
 def test_init_decides_the_model(material, tmp_path):
     config = parse_run("train", ["quickstart", "--init", str(material.model)]).config
     read = json.loads((material.model / "config.json").read_text())

@@ -172,7 +172,11 @@ OPTIONS = {
     "nobody-words": ("--data.tokenizer ~no-such-user/words", "~no-such-user/words: no such folder"),
     "finish": (
         "--finish.verify",
-        "finish.verify and finish.sample read the exported model: set --finish.export too",
+        "finish.verify reads the exported model: set --finish.export too, or --finish.no-verify",
+    ),
+    "sample": (
+        "--finish.sample x",
+        "finish.sample reads the exported model: set --finish.export too, or --finish.sample None",
     ),
     "family": ("--model.model-type lama", "'lama': did you mean llama"),
     "inexpressible": (

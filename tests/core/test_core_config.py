@@ -170,11 +170,13 @@ class Ranges:
     names: tuple[Name, ...] = ()
     zero: Literal[0, 1] = 0
     inner: Inner = Inner()
+    path: Name | None = None
 
 
 @pytest.mark.parametrize(
     "values, said",
     [
+        ({"path": ""}, "ranges.path is empty: give a name or None, or leave the option out"),
         ({"low": 0}, "ranges.low is 0: it must be at least 1"),
         ({"low": True}, "ranges.low is True: it must be a whole number"),
         ({"low": 2**53 + 1}, "ranges.low is 9007199254740993: it must be at most 9,007,199,254,7"),

@@ -47,10 +47,19 @@ def check_finish(config: RunConfig) -> None:
     model, finish, model_spec = config.known_model, config.finish, config.spec
     if finish.export:
         check_exportable(config)
-    if (finish.verify or finish.sample is not None) and not finish.export:
-        raise ValueError(
-            "finish.verify and finish.sample read the exported model: set --finish.export too"
-        )
+    reading = {"verify": "no-verify"} if finish.verify else {}
+    reading |= {"sample": "sample None"} if finish.sample is not None else {}
+    for option, off in reading.items():
+        if not finish.export:
+            raise ValueError(
+                f"finish.{option} reads the exported model: set --finish.export too, or "
+                f"--finish.{off}"
+            )
+        if isinstance(model_spec.head, ScalarHeadSpec):
+            raise ValueError(
+                f"finish.{option} needs a language model, but a reward model has a scalar head: "
+                f"set --finish.{off}"
+            )
     if model_spec.both_ways and (finish.sample is not None or finish.compressors):
         option = "compressors" if finish.sample is None else "sample"
         raise ValueError(
@@ -63,11 +72,6 @@ def check_finish(config: RunConfig) -> None:
         raise ValueError(
             "evaluate.tasks and evaluate.samples are for causal language models, which "
             f"{model.model_type} is not: leave them out"
-        )
-    if isinstance(model_spec.head, ScalarHeadSpec) and (finish.verify or finish.sample is not None):
-        raise ValueError(
-            "finish.verify and finish.sample need a language model, but a reward model has a "
-            "scalar head: leave them out"
         )
 
 
