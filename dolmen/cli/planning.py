@@ -29,7 +29,6 @@ from dolmen.planning.hardware import LOCAL, measured_at
 from dolmen.planning.inference import inference
 from dolmen.planning.plan import Plan
 from dolmen.planning.question import Question
-from dolmen.planning.report import write_report
 from dolmen.planning.schedule_problem import Costs, from_file
 from dolmen.planning.schedule_search import ShortestSchedule
 from dolmen.planning.search import add_fleets
@@ -121,7 +120,8 @@ def write_files(question: Question, plan: Plan, options: PlanConfig) -> Iterator
         yield f"wrote {escape(file)}: {report.write_recipe(question, plan, file)}"
     if options.report is not None:
         with os_error_as_value(f"--report {options.report}"):
-            page = write_report(add_fleets(question, plan), Path(options.report))
+            page = report.page_path(options.report)
+            report.write_report(add_fleets(question, plan), page)
             yield f"wrote {escape(page)}"
 
 

@@ -142,7 +142,7 @@ class PlanConfig:
     json: Annotated[Name | None, ValueOptional("-")] = None
     """JSON file to write the plan to. `-` or no value prints the JSON in place of the table."""
     report: Name | None = None
-    """Folder to write an HTML page to."""
+    """HTML file to write, or a folder to write index.html to."""
     measure: bool = False
     """Measure this machine for a few seconds and save it as the cluster `local`. Needs no model."""
     inference: bool = False

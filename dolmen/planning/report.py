@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from dolmen.core.config import to_dict
+from dolmen.core.filesystem import expand
 from dolmen.core.log import size
 from dolmen.core.messages import escape as printable
 from dolmen.core.messages import os_error_as_value, plural
@@ -95,16 +96,20 @@ FIGURES = (
 )
 
 
-def write_report(plan: Plan, folder: Path) -> Path:
-    """Write the page to index.html in `folder`, which is created if necessary; return its path.
-    Raises OSError.
+def page_path(report: str) -> Path:
+    """Return the file of the page for a value of --report: the value if it ends in .html, else
+    index.html in this folder.
     """
-    # `outputs.check` has found that the page does not exist
-    folder.mkdir(parents=True, exist_ok=True)
-    to = folder / NAME
+    path = expand(report)
+    return path if path.suffix == ".html" else path / NAME
+
+
+def write_report(plan: Plan, to: Path) -> None:
+    """Write the page to the file `to`, whose folder is created if necessary. Raises OSError."""
+    # `check` has found that the page does not exist
+    to.parent.mkdir(parents=True, exist_ok=True)
     # can be written again at any time, so no fsync
     write.replace(to, page(plan), lasting=False)
-    return to
 
 
 def page(plan: Plan) -> str:
@@ -173,7 +178,7 @@ def check(options: PlanConfig) -> None:
         write.check_new("--as-recipe", options.as_recipe)
     write.check_json(options.json)
     if options.report is not None:
-        write.check_new("--report", Path(options.report) / NAME, parents=True)
+        write.check_new("--report", page_path(options.report), parents=True)
 
 
 def write_recipe(question: Question, plan: Plan, file: Path) -> str:

@@ -216,7 +216,8 @@ def test_words_of_a_layout():
 @pytest.mark.parametrize("size", ((64, 96, "zero-bubble-v"), (1, 4, "gpipe")))
 def test_a_browser_draws_all_of_it(size, tmp_path):
     """No error of its console, no figure without marks, no text outside of its picture."""
-    file = write_report(plans.plan(*size), tmp_path)
+    file = tmp_path / "page.html"
+    write_report(plans.plan(*size), file)
     file.write_text(file.read_text().replace("</body>", PROBE))
     words = [str(BROWSER), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1000,3000"]
     words += ["--enable-logging=stderr", "--dump-dom", f"--user-data-dir={tmp_path / 'profile'}"]

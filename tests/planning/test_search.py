@@ -220,12 +220,13 @@ def test_the_verb_and_the_function_say_the_same(tmp_path):
         package.plan(3, "dgx-a100:4")  # type: ignore[arg-type]
 
 
-def test_a_page_is_written_beside_the_table(tmp_path):
+@pytest.mark.parametrize("name, file", [("page", "page/index.html"), ("to/a.html", "to/a.html")])
+def test_a_page_is_written_beside_the_table(tmp_path, name, file):
     result = dolmen(
-        "plan", *"gpt-1.7b --cluster dgx-a100:2 --no-dryrun --report".split(), tmp_path / "page"
+        "plan", *"gpt-1.7b --cluster dgx-a100:2 --no-dryrun --report".split(), tmp_path / name
     )
-    assert result.code == 0 and f"wrote {tmp_path / 'page/index.html'}" in result.out
-    assert "gpt-1.7b" in (tmp_path / "page/index.html").read_text()
+    assert result.code == 0 and f"wrote {tmp_path / file}" in result.out
+    assert "gpt-1.7b" in (tmp_path / file).read_text()
 
 
 @pytest.mark.parametrize(
@@ -239,6 +240,7 @@ def test_a_page_is_written_beside_the_table(tmp_path):
         ("--json", "file"),
         ("--as-recipe", "mine.yaml"),
         ("--report", "site"),
+        ("--report", "site/index.html"),
     ],
 )
 def test_what_cannot_be_written_is_refused_before_anything_is_planned(
