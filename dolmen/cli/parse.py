@@ -327,7 +327,7 @@ def _describe_option(option: Option) -> list[str]:
     """
     default = "(required)"
     if option.default is not MISSING:
-        unset = option.default is None or option.default == ()
+        unset = option.default is None or option.default in ("", ())
         default = "" if unset else f"(default: {_format_words(option.default)})"
     lines = wrap(f"{option.text} {default}", WIDTH - 6, break_on_hyphens=False)
     return [f"      {line}" for line in lines]

@@ -85,6 +85,7 @@ SHORT = {
             "train.microbatch-size": LENGTH["train.microbatch-size"],
             "optimizer.lr": "peak learning rate",
             **MACHINE,
+            "layout.dp": "data parallelism: copies of the model; unset, all other processes",
             "layout.pp": "pipeline parallelism: processes that hold different layers",
             "checkpoint.every": "steps between checkpoints; 0 saves the last one only",
             **EXPORT,

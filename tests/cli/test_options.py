@@ -307,6 +307,7 @@ def test_options_of_dryrun_are_those_of_train_and_its_own():
 @pytest.mark.parametrize("verb", OTHERS)
 def test_options_of_other_verbs_are_frozen(verb):
     shown = dolmen(*verb.split(), "--help")
+    assert "(default: )" not in shown.out  # of an option that may be left out
     assert shown.code == 0 and options(shown.out) == OTHERS[verb].split()
     named, _, part = verb.partition(" ")
     known = PARTS[named][1][part] if part else CONFIGS[named]
@@ -544,12 +545,12 @@ def test_every_option_is_explained():
 
 @pytest.mark.parametrize("name", SHORT)
 def test_a_recipe_of_tuning_has_a_short_help(name):
-    """A screen of it: fifteen options that there are, with the recipe's own defaults, and a command
+    """A screen: up to 16 options that there are, with the recipe's own defaults, and a command
     that parses; and with --all every option.
     """
     shown = dolmen("train", name, "--help")
     found = re.findall(r"(?m)^  --(\S+)", shown.out)
-    assert shown.code == 0 and found == [*SHORT[name].options] and len(found) <= 15
+    assert shown.code == 0 and found == [*SHORT[name].options] and len(found) <= 16
     assert {*found} <= {*TRAIN} and SHORT[name].required <= {*found}
     example = SHORT[name].example.format(name=name)
     assert max(map(len, shown.out.splitlines())) <= 100 and example in shown.out
@@ -563,6 +564,10 @@ def test_a_recipe_of_tuning_has_a_short_help(name):
     assert {f"--{one}" for one in SHORT[name].required} <= {*words}
     whole = dolmen("train", name, "--help", "--all")
     assert whole.code == 0 and options(whole.out) == TRAIN
+
+
+def test_the_short_help_of_pretraining_has_every_axis_of_few_gpus():
+    assert {"layout.tp", "layout.dp", "layout.pp"} <= {*SHORT["pretrain"].options}
 
 
 def test_every_run_has_a_short_help(tmp_path):
