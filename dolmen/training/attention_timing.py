@@ -76,6 +76,11 @@ def measure_attention(backend: AttentionName, run: RunConfig, mesh: Mesh) -> flo
         )
 
 
+def check_attention(run: RunConfig, hardware: Hardware) -> None:
+    """Raise ValueError if --train.attention does not compute what the run needs on `hardware`."""
+    choose_attention(_needs(run, hardware), run.train.attention)
+
+
 def choose_run_attention(
     run: RunConfig, mesh: Mesh, hardware: Hardware, measure: Measure = measure_attention
 ) -> AttentionChoice:
@@ -86,7 +91,7 @@ def choose_run_attention(
     for a backend that does not compute what the run needs, or is not installed.
     """
     try:
-        choose_attention(_needs(run, hardware), run.train.attention)
+        check_attention(run, hardware)
         activate_attention(run.train.attention)
     except ValueError as error:
         raise Unusable(str(error)) from None

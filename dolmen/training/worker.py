@@ -38,8 +38,10 @@ from dolmen.files.gate import Refused
 from dolmen.files.storage import StorageError
 from dolmen.launch import launcher, process, rendezvous
 from dolmen.launch.watchdog import Watch, network_limit
+from dolmen.ops import kernels
 from dolmen.rl import environment, rewards
 from dolmen.training import mirror, ray_train
+from dolmen.training.attention_timing import check_attention
 from dolmen.training.checks.folder import check_overwrite, check_resume
 from dolmen.training.checks.run import check_evaluation, usable_processes, validate
 from dolmen.training.config import RunConfig
@@ -235,6 +237,9 @@ def prepare(
         resolved = resolve(config, processes, checkpoint_to_resume(out, handling.resume))
         validate(resolved)
         config = resolved.config
+        # which GPU it is, a worker sees: in the process that starts workers CUDA stays unused
+        if not devices.visible_gpus(config.train.device):
+            check_attention(config, kernels.CPU)
         data = open_data(resolved, progress=True, verify=verify)
         if config.evaluate.enabled:
             check_evaluation(config.evaluate, config.known_model, data.inputs.tokenizer)

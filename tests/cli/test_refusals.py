@@ -205,6 +205,11 @@ OPTIONS = {
         "--train.compile yes",
         "yes is not an option: --train.compile does not take this value",
     ),
+    "attention": (
+        "--train.attention flash",
+        "train.attention flash: FlashAttention-2 needs a GPU of compute capability 8.x or later "
+        "(CPU): use --train.attention auto",
+    ),
     "literal": (
         "--train.dtype float8",
         "--train.dtype is 'float8': use one of float32, bfloat16, float16, float64",
