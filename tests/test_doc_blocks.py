@@ -153,6 +153,15 @@ def test_every_command_of_a_page_is_read_by_the_real_parser(folder, monkeypatch)
         assert problem_of_command(wrong), wrong
 
 
+def test_commands_of_exact_numerics_state_their_layout():
+    """What a page says of layouts is not to depend on the dp of a recipe."""
+    page = ROOT / "docs/concepts/numerics.md"
+    blocks = [block for block in blocks_of(page, page.read_text()) if block.language == "sh"]
+    exact = [c for block in blocks for c in commands(block) if "--train.numerics exact" in c]
+    assert len(exact) >= 5
+    assert [command for command in exact if "--layout.dp" not in command] == []
+
+
 def test_the_readme_shows_every_verb():
     lines = [line for block in BLOCKS if block.page.name == "README.md" for line in commands(block)]
     shown = {words[1] for line in lines if (words := line.split())[0] == "dolmen"}
