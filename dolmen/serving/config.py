@@ -48,7 +48,7 @@ class Decoding(Numerics):
 
     compile: bool = False
     """Compile decode steps with torch.compile (vLLM's default, without --enforce-eager). The first
-    start compiles for half a minute, later ones take the graphs from the cache of torch. Tokens
+    start compiles for up to a minute, later ones take the graphs from the cache of torch. Tokens
     differ from those of uncompiled steps in near ties; with bf16 or int8 also where the last bit of
     a compiled norm moves an activation by a step of the format. Needs a C++ compiler on a CPU.
     """

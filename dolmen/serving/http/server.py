@@ -257,7 +257,7 @@ def serve(
         config, source, tokenizer, mesh, config.limits, config.adapters, draft
     ) as running:
         if config.compile:
-            say("compiling decode steps, half a minute at a first start ...", mesh.first)
+            say("compiling decode steps, up to a minute at a first start ...", mesh.first)
             running.warm_up()
         loop = EngineLoop(running, mesh)
         if listener is None:
