@@ -5,10 +5,12 @@ import sys
 from typing import NoReturn
 
 from dolmen import cli
+from dolmen.launch import process
 
 
 def main() -> NoReturn:
     """Run this process's command line, and exit with its code."""
+    process.open_standard_streams()
     # Torch and transformers make a million objects on import, none of them garbage. Looking through
     # them takes a process 0.4 s of CPU time while it imports (threshold 700) and 0.7 s at its exit.
     gc.set_threshold(100_000)

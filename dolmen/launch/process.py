@@ -285,6 +285,19 @@ def run_worker(work: Callable[[], int]) -> int:
         )
 
 
+def open_standard_streams() -> None:
+    """Open /dev/null as each standard stream that this process was started without (`<&- >&-`).
+    Otherwise the next files and sockets get these descriptors, and what workers print goes there.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    # Python has None for a stream that was closed
+    sys.stdin = sys.stdin or open(0)
+    sys.stdout = sys.stdout or open(1, "w")
+    sys.stderr = sys.stderr or open(2, "w")
+
+
 def end(text: str, code: int = 1, **facts: bool) -> NoReturn:
     """End this process at once with exit code `code`, without cleaning up. `text`, the reason, goes
     to dolmen's launcher through this worker's error file, with `facts` (final: a restart is

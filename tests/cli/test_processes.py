@@ -467,6 +467,35 @@ def test_a_launcher_killed_while_workers_start_leaves_none(tmp_path, monkeypatch
     assert wait(lambda: all(parent(pid) is None for pid in workers))
 
 
+CLOSED = "<&- >&- 2>&-"
+SEEN = """
+import os, subprocess, sys
+from dolmen.__main__ import process
+process.open_standard_streams()
+print("stdout"), print("stderr", file=sys.stderr)
+child = subprocess.run([sys.executable, "-c", "import os; [os.fstat(n) for n in range(3)]"])
+first = os.open(sys.argv[1], os.O_CREAT | os.O_WRONLY)
+os.write(first, f"{sys.stdin.read()!r} {child.returncode} {first > 2}".encode())
+"""
+
+
+def test_standard_streams_that_are_closed_are_those_of_no_file(tmp_path):
+    """Files of a run would have their descriptors, and what is printed in them."""
+    words = [sys.executable, "-c", SEEN, str(tmp_path / "first")]
+    subprocess.run(["sh", "-c", f'"$@" {CLOSED}', "sh", *words], check=True)
+    # stdin is at its end, the child has all three, and a file has none of them
+    assert (tmp_path / "first").read_text() == "'' 0 True"
+
+
+@pytest.mark.spawn
+@pytest.mark.full
+def test_a_run_over_two_ranks_is_started_without_standard_streams(material, tmp_path):
+    words = ["train", material.file, *TWO, "--layout.dp", 1, "--out", tmp_path / "run"]
+    command = [sys.executable, "-m", "dolmen", *map(str, words)]
+    subprocess.run(["sh", "-c", f'"$@" {CLOSED}', "sh", *command], check=True)
+    assert steps(tmp_path / "run")
+
+
 def test_broken_pipe_is_no_traceback(monkeypatch, capfd):
     """`dolmen train --help | head -n 1`."""
     read, write = os.pipe()
