@@ -50,7 +50,10 @@ STYLE: Any = {
     "xtick.color": FAINT,
     "ytick.color": FAINT,
     "legend.frameon": False,
-    "legend.handlelength": 1.6,
+    "legend.handlelength": 2.0,
+    "legend.handleheight": 1.1,
+    # room above the title of the axes
+    "legend.borderpad": 0.8,
     "lines.linewidth": 1.6,
     "hatch.color": FAINT,
     "hatch.linewidth": 0.5,
@@ -111,13 +114,17 @@ def inline_svg(title: str, paint: Callable[..., None], *values: object) -> str:
 
 def add_legend(figure: Any, fills: Sequence[Fill], columns: int) -> None:
     """Add a legend above all axes of a matplotlib figure: a box for each of `fills`, with its
-    title, in so many columns.
+    title, in so many columns, or fewer where these are wider than the figure.
     """
     from matplotlib.patches import Patch
 
     edge = {"edgecolor": FAINT, "linewidth": 0.5}
     handles = [Patch(facecolor=f.colour, hatch=f.hatch, label=f.title, **edge) for f in fills]
-    figure.legend(handles=handles, loc="outside upper left", ncols=columns)
+    for number in range(columns, 0, -1):
+        legend = figure.legend(handles=handles, loc="outside upper left", ncols=number)
+        if number == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            return
+        legend.remove()
 
 
 def add_columns(axes: Any, titles: Mapping[str, float], rows: Sequence[Sequence[str]]) -> None:

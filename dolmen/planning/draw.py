@@ -16,7 +16,7 @@ from dolmen.parallel.simulation import Simulation
 KINDS = {
     "F": Fill("forward", "#b5d0ec"),
     "B": Fill("backward", "#e9a65c"),
-    "I": Fill("backward of inputs", "#e58f7b", "////"),
+    "I": Fill("backward of inputs", "#e58f7b", "//"),
     "W": Fill("backward of weights", "#7aab71"),
 }
 IDLE = Fill("idle", SHADE, "///")

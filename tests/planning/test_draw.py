@@ -5,7 +5,10 @@ for. Boxes are read back in test_figures.py, as a plan has the same picture.
 import re
 
 import pytest
+from matplotlib.figure import Figure
 
+from dolmen.pages import picture
+from dolmen.pages.picture import Fill
 from dolmen.parallel.simulation import SCHEDULES, make_schedule, simulate
 from dolmen.planning import draw
 
@@ -69,3 +72,13 @@ def test_later_chunks_are_paler():
     assert draw._shade("#336699", 0, 1) == "#336699" and draw._shade("#000000", 1, 2) == "#808080"
     shades = [int(draw._shade("#406080", chunk, 4)[1:3], 16) for chunk in range(4)]
     assert shades[0] == 0x40 and shades == sorted(set(shades)) and shades[-1] == 182
+
+
+def test_a_legend_is_no_wider_than_its_picture():
+    """Of a schedule with five chunks per rank: what does not fit in a row goes to a second one."""
+    figure = Figure(figsize=(picture.WIDTH, 3))
+    fills = [*draw.KINDS.values(), *(Fill(f"chunk {n}", "#b5d0ec") for n in range(1, 5)), draw.IDLE]
+    picture.add_legend(figure, fills, len(fills))
+    (legend,) = figure.legends
+    assert legend.get_window_extent().width <= figure.bbox.width
+    assert [text.get_text() for text in legend.get_texts()] == [fill.title for fill in fills]
