@@ -243,16 +243,14 @@ def load(
     with value_errors():
         source = open_source(name)
         if model:
-            # opened again: the fields decide which tensors there are
-            source = open_source(name, set_fields(source.model, model))
+            source = source.read_as(set_fields(source.model, model))
         # before the tokenizer is loaded, which is slow
         special_ids = special.check_special_ids(special_tokens or {}, source.model)
         tokenizer, tokenizer_error = _load_tokenizer(source)
         vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
         known = special.add_special_ids(source.model, special_ids, lambda: vocabulary)
-        # the ids decide positions, so the source is opened with them
         if known is not source.model:
-            source = open_source(name, known)
+            source = source.read_as(known)
         if source.spec.blanks is not None:
             # a GLM needs the ids of its special tokens before it can run
             source.spec.blanks.check()

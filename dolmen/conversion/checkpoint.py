@@ -22,6 +22,7 @@ from dolmen.families import ModelConfig, add_standard_fields, compare_fields, wi
 from dolmen.files.safetensors import Spec
 from dolmen.model.spec import LoraSpec, ModelSpec
 from dolmen.model.spec.lora import magnitude_name, scale_name
+from dolmen.model.training import Training
 from dolmen.ops import int8
 from dolmen.optim.optimizer import MODEL
 from dolmen.parallel import quantized_product, tensor
@@ -36,9 +37,8 @@ class RunCheckpoint(WeightsAlone):
     """
 
     model: ModelConfig
-    spec: ModelSpec
-    """Spec of the parameters without adapters."""
-    adapter: LoraSpec | None
+    training: Training
+    """What training added to the model."""
     step: int
     run_model: ModelConfig
     """Model that was trained; `model` may have another config, for the same weights."""
@@ -63,6 +63,23 @@ class RunCheckpoint(WeightsAlone):
     def iteration(self) -> int:
         """Number of steps that the run has made, skipped ones included."""
         return self.step
+
+    @property
+    def adapter(self) -> LoraSpec | None:
+        """The run's adapters; None if it trained all weights."""
+        return self.training.adapter
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Spec of the parameters: that of the model with what training added, except adapters,
+        which are merged on reading.
+        """
+        return self._spec
+
+    @cached_property
+    def _spec(self) -> ModelSpec:
+        """The same, computed once."""
+        return replace(self.training, adapter=None).apply_to(self.model.spec)
 
     @property
     def tokenizer(self) -> Path | None:
@@ -216,27 +233,21 @@ def newest(folder: Path) -> Path:
     return reader.locate(folder)
 
 
-def open_run(folder: Path, model: ModelConfig | None = None) -> RunCheckpoint:
-    """Open the checkpoint in a step folder as a source, without reading tensors; `model` replaces
-    the run's own model (same weights, other config). Raises Damaged where the checkpoint or its
-    saved options cannot be read.
+def open_run(folder: Path) -> RunCheckpoint:
+    """Open the checkpoint in a step folder as a source, without reading tensors. Raises Damaged
+    where the checkpoint or its saved options cannot be read.
     """
     checkpoint = remote.open_working_copy(folder)
     # state.json holds the run's resolved options, from which the model is built again
     saved = read_saved(checkpoint.meta, folder)
     try:
-        run_model, training = model_of(saved.run)
+        model, training = model_of(saved.run)
     except ValueError as error:
         raise Damaged(f"{folder / STATE}: {error}") from None
     # a run with --init has its special tokens from that config.json
     if saved.run.get("init") is None:
-        run_model = with_special_tokens(add_standard_fields(run_model), _tokenizer(folder))
-    model, adapter = model or run_model, training.adapter
-    # adapters are merged on reading, so the spec has none
-    model_spec = replace(training, adapter=None).apply_to(model.spec)
-    return RunCheckpoint(
-        model, model_spec, adapter, saved.step, run_model, checkpoint, saved.run.get("init")
-    )
+        model = with_special_tokens(add_standard_fields(model), _tokenizer(folder))
+    return RunCheckpoint(model, training, saved.step, model, checkpoint, saved.run.get("init"))
 
 
 def critic(source: RunCheckpoint) -> RunCheckpoint:
@@ -251,9 +262,7 @@ def critic(source: RunCheckpoint) -> RunCheckpoint:
         )
     named = None if source.tokenizer is None else str(source.tokenizer)
     model = pad_vocabulary(with_scalar_head(source.run_model), named)
-    # same body, another head: hidden_size -> 1
-    model_spec = replace(source.spec, head=model.spec.head)
-    return replace(source, model=model, run_model=model, spec=model_spec, part=CRITIC)
+    return replace(source, model=model, run_model=model, part=CRITIC)
 
 
 def _tokenizer(folder: Path) -> Path | None:

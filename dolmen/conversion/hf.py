@@ -257,13 +257,11 @@ def is_transformers(folder: Path) -> bool:
     return (folder / "config.json").is_file() or any(form.lies_in(folder) for form in FORMS)
 
 
-def open_transformers(
-    folder: Path, model: ModelConfig | None = None, sidecars: Path | None = None
-) -> Transformers:
-    """Open a transformers directory as a source; `model` replaces its config.json. `sidecars`:
-    folder of the config.json, where it is not yet next to the weights. Raises as `read_config`.
+def open_transformers(folder: Path, sidecars: Path | None = None) -> Transformers:
+    """Open a transformers directory as a source. `sidecars`: folder of the config.json, where it is
+    not yet next to the weights. Raises as `read_config`.
     """
-    return Transformers(folder, model or _detect_bare(read_config(sidecars or folder), folder))
+    return Transformers(folder, _detect_bare(read_config(sidecars or folder), folder))
 
 
 def _detect_bare(model: ModelConfig, folder: Path) -> ModelConfig:

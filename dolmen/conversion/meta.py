@@ -173,16 +173,16 @@ class Consolidated(WeightsAlone, Joined):
         return of.join(rank[name].read() for rank in ranks)
 
 
-def open_meta(folder: Path, model: ModelConfig | None = None) -> Consolidated:
-    """Open Meta's files of a Llama in a folder as a source; the model is `model`, else that of
-    params.json. Raises ValueError for a missing rank, and for what dolmen does not compute.
+def open_meta(folder: Path) -> Consolidated:
+    """Open Meta's files of a Llama in a folder as a source; the model is that of params.json.
+    Raises ValueError for a missing rank, and for what dolmen does not compute.
     """
     names = sorted(path.name for path in folder.iterdir() if FILE.fullmatch(path.name))
     expected = [f"consolidated.{i:02d}.pth" for i in range(len(names))]
     if missing := [name for name in expected if name not in names]:
         raise ValueError(f"{folder} has no {missing[0]}, but {names[-1]}: a rank is missing")
     ranks = tuple(torch_files.read_header(folder / name) for name in names)
-    return Consolidated(model or _model(folder, ranks), folder, ranks)
+    return Consolidated(_model(folder, ranks), folder, ranks)
 
 
 def _embedding_dim(ranks: tuple[Mapping[str, Stored], ...], hidden: int) -> int:

@@ -301,6 +301,10 @@ class Adapted(WeightsAlone):
         """Spec of the base's parameters."""
         return self.base.spec
 
+    def read_as(self, model: ModelConfig) -> "Adapted":
+        """Return the source with its base's weights read as those of `model`. Raises as `read`."""
+        return Adapted(self.where, self.base.read_as(model), read(self.where, model))
+
     @property
     def tokenizer(self) -> Path | None:
         """The adapters' tokenizer, whose chat template they were trained with, else the base's."""

@@ -23,7 +23,7 @@ from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.sidecars import Joined
 from dolmen.conversion.weights import WeightsAlone, describe_mismatch
 from dolmen.core.messages import plural
-from dolmen.families import ModelConfig, WeightMap, weight_map
+from dolmen.families import WeightMap, weight_map
 from dolmen.families.rules import Split, StoredTensor
 from dolmen.files import gate, torch_files
 from dolmen.files.safetensors import Spec, Stored
@@ -174,13 +174,13 @@ class Sat(WeightsAlone, Joined):
         return share.join([shard.read() for shard in shards])
 
 
-def open_sat(folder: Path, model: ModelConfig | None = None) -> Sat:
-    """Open the SAT checkpoint whose rank files lie in `folder` as a source; the model is `model`,
-    else the config.json next to it. Raises ValueError for another family than GLM-130B, a missing
+def open_sat(folder: Path) -> Sat:
+    """Open the SAT checkpoint whose rank files lie in `folder` as a source; the model is that
+    of the config.json next to it. Raises ValueError for another family than GLM-130B, a missing
     rank, or a file that SAT did not save.
     """
     place = sidecars.place(folder)
-    model = model or hf.read_config(place)
+    model = hf.read_config(place)
     # SAT saved other models too, with other names
     if model.model_type != FAMILY:
         raise ValueError(

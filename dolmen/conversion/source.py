@@ -83,6 +83,12 @@ class ModelSource(Tensors, Protocol):
         """Folder from which transformers itself can load the model, or None."""
         ...
 
+    def read_as(self, model: ModelConfig) -> "ModelSource":
+        """Return the source with its weights read as those of `model`, another config for the same
+        weights, without opening it again.
+        """
+        ...
+
     @property
     def precise(self) -> "ModelSource":
         """The source with its fp32 master weights in place of half-precision ones; the source
@@ -120,16 +126,15 @@ class Format:
     """Returns the folder to open: itself, or for folders that grow its newest complete checkpoint.
     Raises ValueError where there is none yet.
     """
-    open: Callable[[Path, ModelConfig | None, int | None], ModelSource]
-    """Opens the result of `newest`; arguments: folder, model to use in place of its config (or
-    None), number of tokens where the folder does not say which rows are padding (or None). Raises
-    ValueError.
+    open: Callable[[Path, int | None], ModelSource]
+    """Opens the result of `newest`; arguments: folder, number of tokens where the folder does not
+    say which rows are padding (or None). Raises ValueError.
     """
 
 
-def _open_adapted(folder: Path, model: ModelConfig | None, vocab_size: int | None) -> ModelSource:
-    """Open a PEFT folder as its base model with the adapters merged. `model` and `vocab_size` are
-    for the base (see `open_source`). Raises ValueError where the base is a PEFT folder too.
+def _open_adapted(folder: Path, vocab_size: int | None) -> ModelSource:
+    """Open a PEFT folder as its base model with the adapters merged. `vocab_size` is for the base
+    (see `open_source`). Raises ValueError where the base is a PEFT folder too.
     """
     # base_model_name_or_path: a folder, or a hub id
     named = hf.resolve_model(peft.base(folder))
@@ -137,7 +142,7 @@ def _open_adapted(folder: Path, model: ModelConfig | None, vocab_size: int | Non
         raise ValueError(
             f"{folder} names {named} as its base model, which is a folder of adapters itself"
         )
-    base = open_source(named, model, vocab_size)
+    base = open_source(named, vocab_size)
     return peft.Adapted(folder, base, peft.read(folder, base.model))
 
 
@@ -159,25 +164,25 @@ FORMATS = (
         "a checkpoint of SAT (latest, mp_rank_00_model_states.pt)",
         sat.is_sat,
         sat.newest,
-        lambda folder, model, _: sat.open_sat(folder, model),
+        lambda folder, _: sat.open_sat(folder),
     ),
     Format(
         "a transformers directory (config.json, model.safetensors)",
         hf.is_transformers,
         lambda folder: folder,
-        lambda folder, model, _: hf.open_transformers(folder, model),
+        lambda folder, _: hf.open_transformers(folder),
     ),
     Format(
         "a run or checkpoint of dolmen (checkpoints/, step-NNNNNNNN/)",
         checkpoint.is_run,
         checkpoint.newest,
-        lambda folder, model, _: checkpoint.open_run(folder, model),
+        lambda folder, _: checkpoint.open_run(folder),
     ),
     Format(
         "Meta's files of a Llama (params.json, consolidated.00.pth)",
         meta.is_meta,
         lambda folder: folder,
-        lambda folder, model, _: meta.open_meta(folder, model),
+        lambda folder, _: meta.open_meta(folder),
     ),
     Format(
         "adapters of PEFT (adapter_config.json)", peft.is_peft, lambda folder: folder, _open_adapted
@@ -185,20 +190,17 @@ FORMATS = (
 )
 
 
-def open_source(
-    name: str | Path, model: ModelConfig | None = None, vocab_size: int | None = None
-) -> ModelSource:
+def open_source(name: str | Path, vocab_size: int | None = None) -> ModelSource:
     """Open a model with its weights, from a folder of any of FORMATS or a hub id, without reading
-    tensors. `model`: a config to use in place of the stored one (same weights). `vocab_size`:
-    number of tokens, for folders that do not say how many rows are padding. Raises ValueError for a
-    folder of no known format (listing its content), an unfinished conversion, and a `vocab_size`
-    other than the folder's.
+    tensors. `vocab_size`: number of tokens, for folders that do not say how many rows are padding.
+    Raises ValueError for a folder of no known format (listing its content), an unfinished
+    conversion, and a `vocab_size` other than the folder's.
     """
     folder = hf.resolve_model(name)
     # before the format is guessed: an unfinished folder may look like one
     writing.check(folder)
     format_ = _format(folder)
-    source = format_.open(format_.newest(folder), model, vocab_size)
+    source = format_.open(format_.newest(folder), vocab_size)
     if vocab_size not in (None, known := source.model.spec.vocab_size):
         raise ValueError(
             f"--vocab-size is {vocab_size}, but {source.where} has {known} tokens: leave it out"

@@ -31,15 +31,16 @@ Invariants.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from dolmen.core.messages import plural
+from dolmen.families.model import ModelConfig
 from dolmen.families.rules import (
     BareParameter,
     Each,
@@ -263,6 +264,10 @@ class WeightsAlone:
     """Base class of sources that store weights only: what `ModelSource` says of everything else.
     Formats that have more override it.
     """
+
+    def read_as(self, model: ModelConfig) -> Self:
+        """Return the source, a dataclass, with its weights read as those of `model`."""
+        return replace(cast(Any, self), model=model)
 
     @property
     def iteration(self) -> int | None:

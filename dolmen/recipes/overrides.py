@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import fields, replace
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dolmen.core.config import Words, from_dict, from_words, option_types, unflatten
 from dolmen.core.environment import Launch
@@ -26,6 +26,9 @@ from dolmen.recipes import ON_THIS_MACHINE, RECIPES, WITH_INIT
 from dolmen.training.config import RunConfig
 from dolmen.training.request import LaunchOptions, TrainRequest, read_run
 from dolmen.training.spellings import suggestion
+
+if TYPE_CHECKING:
+    from dolmen.conversion.source import ModelSource
 
 
 def load_run(
@@ -105,21 +108,25 @@ def clear_length(run: RunConfig, names: Collection[str]) -> RunConfig:
     return replace(run, train=train, optimizer=optimizer)
 
 
-def resolve_init(run: RunConfig, init: str | None) -> RunConfig:
+def resolve_init(run: RunConfig, init: str | None) -> tuple[RunConfig, "ModelSource | None"]:
     """Return the run with the model of `init`; without `init`, with its own model, else the model
-    of its own option init. That source becomes the run's init; another run is pinned to its newest
-    checkpoint, so that later reads find the same one. A run with a model is returned unchanged if
-    the folder of its own init no longer exists. Raises ValueError, KeyError or OSError.
+    of its own option init; and the source of that model, None unless it was opened. That source
+    becomes the run's init; another run is pinned to its newest checkpoint, so that later reads find
+    the same one. A run with a model is returned unchanged if the folder of its own init no longer
+    exists. Raises ValueError, KeyError or OSError.
     """
     source, has_model = init or run.init, run.model is not None and not init
     if source is None or (has_model and is_absent(source)):
-        return run
+        return run, None
     # imports torch, and few runs have an init
     from dolmen.conversion.source import open_source, pin_source
 
     # that run may write a newer checkpoint meanwhile
     source = pin_source(source)
-    return replace(run, init=source, model=run.model if has_model else open_source(source).model)
+    if has_model:
+        return replace(run, init=source), None
+    opened = open_source(source)
+    return replace(run, init=source, model=opened.model), opened
 
 
 MODEL = "model."  # before the fields of a model
@@ -150,7 +157,9 @@ def build_request(
         )
     # before the new options are merged over it
     run = clear_length(run, overrides)
-    run = resolve_init(run, from_dict(RunConfig, {"init": overrides.pop("init", None)}).init)
+    run, opened = resolve_init(
+        run, from_dict(RunConfig, {"init": overrides.pop("init", None)}).init
+    )
     # first, as it decides which other fields exist
     kind = overrides.pop(MODEL_TYPE, None)
     start = models.start_model(run.model, " ".join(kind) if isinstance(kind, Words) else kind)
@@ -164,7 +173,8 @@ def build_request(
     changed = replace(from_dict(RunConfig, unflatten(overrides), run), model=model)
     if "train.microbatch_size" not in overrides:
         changed = drop_unfit_microbatch(changed, run)
-    return TrainRequest.from_config(changed, from_dict(LaunchOptions, handling), name)
+    request = TrainRequest.from_config(changed, from_dict(LaunchOptions, handling), name)
+    return replace(request, opened=opened)
 
 
 def drop_unfit_microbatch(changed: RunConfig, run: RunConfig) -> RunConfig:

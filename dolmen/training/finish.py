@@ -8,6 +8,7 @@ from rich.table import Table
 
 from dolmen.checkpoint.remote import Superseded
 from dolmen.conversion.convert import export_model
+from dolmen.conversion.source import open_source
 from dolmen.core.filesystem import is_url
 from dolmen.core.log import console, duration
 from dolmen.core.mesh import SINGLE
@@ -17,7 +18,6 @@ from dolmen.data.sources import gzip_xz_bits
 from dolmen.files import gate, kinds, storage
 from dolmen.training import evaluate, folder, goodput, mirror
 from dolmen.training.config import RunConfig
-from dolmen.training.resolve import open_model
 
 
 def finish(run: RunConfig, out: Path) -> int:
@@ -35,7 +35,7 @@ def finish(run: RunConfig, out: Path) -> int:
     if run.finish.verify:
         from dolmen.evaluation.verify import verify
 
-        report = verify(open_model(hf), mesh=SINGLE)
+        report = verify(open_source(hf), mesh=SINGLE)
         screen.print()
         screen.print(report.table())
     if run.finish.sample is not None:
@@ -86,7 +86,7 @@ def _sample(screen: Console, folder: Path, prompt: str) -> None:
     from dolmen.serving.generation import generate_tokens
 
     tokenizer = tokenizers.load_tokenizer(str(folder))
-    source = open_model(folder)
+    source = open_source(folder)
     model = engine.load_decoder(source)
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     max_new = model.spec.max_position_embeddings - len(tokens)

@@ -2,7 +2,7 @@
 and runs as YAML files. Imports no torch.
 """
 
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,9 +18,9 @@ class LaunchOptions:
     """Folder and processes of a run: options that do not change what is trained."""
 
     out: Name | None = None
-    """Folder of the run, or a URL such as s3://bucket/run: then the run works in a folder in
-    ~/.cache/dolmen/runs, and is uploaded as --checkpoint.to says. Default: that of the given
-    config.yaml, else runs/NAME.
+    """Folder of the run, or its URL; unset, runs/NAME. With a URL such as s3://bucket/run, the run
+    works in a folder in ~/.cache/dolmen/runs, and is uploaded as --checkpoint.to says. Of a given
+    config.yaml the default is its folder.
     """
     resume: bool = False
     """Resume from the newest complete checkpoint in --out. Without --layout.*, the layout is
@@ -75,6 +75,10 @@ class TrainRequest:
     """The recipe or YAML file that it comes from; None: a RunConfig of Python's."""
     stop_after: Positive | None = None
     """End after this step (replay); the learning rate follows the steps of the run."""
+    opened: Any = field(default=None, repr=False, compare=False)
+    """The model of --init (a ModelSource), if it was opened to make this request; not in the file
+    that workers get.
+    """
 
     @classmethod
     def from_config(

@@ -88,19 +88,12 @@ class ResolvedRun:
         return self.reference or self.init
 
 
-def open_model(name: str | Path, model: ModelConfig | None = None) -> ModelSource:
-    """Open a model of any format, a local folder, run, checkpoint or hub id, without reading its
-    tensors, and return it. With `model`, its weights are read as those of a model with that config.
-    Raises as `open_source`.
-    """
-    return open_source(name, model)
-
-
 def resolve(
     config: RunConfig,
     processes: int | None,
     checkpoint: Path | None = None,
     reads_init: bool = True,
+    opened: ModelSource | None = None,
 ) -> ResolvedRun:
     """Open every model that the run names and fill in the options that depend on them. Raises
     ValueError, KeyError or OSError.
@@ -109,6 +102,7 @@ def resolve(
     checkpoint: the newest one of a run that resumes, read in place of a deleted initial model
     reads_init: False in a dry run: the model of --init is opened only if there are reward models,
                 and nothing is filled in from it
+    opened:     the model of --init, where it is open already
     """
     requested, config = config, resolve_model(config, processes)
 
@@ -122,25 +116,34 @@ def resolve(
 
     # weights come from the checkpoint on resume; an initial model only has to say what the model is
     init, critic = or_checkpoint(config.init), or_checkpoint(config.critic.init)
-    rewards: dict[str, ModelSource] = {}
-    draft = None
+    rewards: list[str] = []
+    draft, reference = None, config.objective.reference
     if config.objective.uses_rollouts:
         draft = config.rollout.speculative.model
-        names = [name for _, name in parse_rewards(config.reward) if is_reward_model(name)]
-        rewards = {name: open_model(name) for name in names}
-    stored = open_model(init) if init is not None and (reads_init or rewards) else None
-    reference = config.objective.reference
-    ppo = config.objective.name == "ppo"
+        rewards = [name for _, name in parse_rewards(config.reward) if is_reward_model(name)]
+    names = [
+        init if reads_init or rewards else None,
+        critic if config.objective.name == "ppo" else None,
+        reference,
+        draft,
+        *rewards,
+    ]
+    sources: dict[str | Path | None, ModelSource] = {} if opened is None else {config.init: opened}
+    # models that have several roles are opened once
+    for name in names:
+        if name is not None and name not in sources:
+            sources[name] = open_source(name)
+    stored = sources.get(init)
     resolved = ResolvedRun(
         config,
         requested,
         stored,
-        None if stored is None or init is None else reopen_as(stored, init, config.known_model),
+        None if stored is None else with_stored_head(stored, config.known_model),
         # a critic without an initial model of its own starts from the policy's body
-        open_model(critic) if critic is not None and ppo else stored,
-        None if reference is None else open_model(reference),
-        rewards,
-        None if draft is None else open_model(draft),
+        sources.get(critic, stored),
+        sources.get(reference),
+        {name: sources[name] for name in rewards},
+        sources.get(draft),
         init != config.init,
     )
     return fill_in(resolved) if reads_init else resolved
@@ -165,17 +168,17 @@ def resolve_model(config: RunConfig, processes: int | None) -> RunConfig:
     return replace(config, train=train)
 
 
-def reopen_as(stored: ModelSource, name: str | Path, model: ModelConfig) -> ModelSource:
+def with_stored_head(stored: ModelSource, model: ModelConfig) -> ModelSource:
     """Return the initial model with its weights read as those of the run's `model`, but with the
     head (LM or scalar) that it is stored with, so that a reward model may start from a language
-    model. That is `stored` itself if the configs are the same, else it is opened again from `name`.
+    model. That is `stored` itself if the configs are the same.
     """
     requested = (
         with_scalar_head(model)
         if isinstance(stored.spec.head, ScalarHeadSpec)
         else with_lm_head(model)
     )
-    return stored if requested == stored.model else open_model(name, requested)
+    return stored if requested == stored.model else stored.read_as(requested)
 
 
 def fill_in(resolved: ResolvedRun) -> ResolvedRun:

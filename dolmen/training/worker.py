@@ -175,7 +175,7 @@ def _start_processes(request: TrainRequest, guarded: Guard) -> int:
         )
     processes = count_processes(request.config, request.handling.nproc)
     if request.handling.launch == "ray":
-        return ray_train.run(request, processes, _join_and_finish)
+        return ray_train.run(replace(request, opened=None), processes, _join_and_finish)
     with as_bad_input(ValueError):
         device = devices.choose_device(request.config.train.device, None, DEVICE)
     prepared = prepare(request, processes)
@@ -183,7 +183,8 @@ def _start_processes(request: TrainRequest, guarded: Guard) -> int:
     world, restarts = resolved.layout.world, request.handling.max_restarts
     if world == 1 and not restarts:
         return guarded(lambda: finish_run(request, None, worker(request, None, device, prepared)))
-    code = launcher.launch(world, ["train"], restarts, to_dict(request), __name__)
+    file = to_dict(replace(request, opened=None))
+    code = launcher.launch(world, ["train"], restarts, file, __name__)
     if code or request.stop_after is not None:
         return code
     return guarded(lambda: finish(resolved, request.out))
@@ -234,7 +235,8 @@ def prepare(
             mirror.check_out(out, config.checkpoint.to, handling.resume, handling.overwrite)
         if handling.resume and config.checkpoint.to is not None:
             mirror.pull_run(config.checkpoint.to, out)
-        resolved = resolve(config, processes, checkpoint_to_resume(out, handling.resume))
+        checkpoint = checkpoint_to_resume(out, handling.resume)
+        resolved = resolve(config, processes, checkpoint, opened=request.opened)
         validate(resolved)
         config = resolved.config
         # which GPU it is, a worker sees: in the process that starts workers CUDA stays unused

@@ -333,7 +333,7 @@ def test_other_logits_are_seen(folders, tmp_path):
     """Of equal weights: another function, as other options would make it."""
     where, _ = folders
     source = open_source(where / "tied")
-    other = open_source(where / "tied", ModelConfig(source.model.config | {"rms_norm_eps": 1e-5}))
+    other = source.read_as(ModelConfig(source.model.config | {"rms_norm_eps": 1e-5}))
     for room, said in ((convert.ROOM, "logits of"), (0, "hidden vectors behind layer 0 of")):
         with pytest.raises(
             convert.Unlike, match=f"{said} .* differ from those of .*, by up to \\d"

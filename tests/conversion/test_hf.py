@@ -67,9 +67,9 @@ def edit(folder, change):
     )
 
 
-def loaded(folder, config=None):
+def loaded(folder):
     got = {}
-    load_weights(open_source(folder, config), got.__setitem__)
+    load_weights(open_source(folder), got.__setitem__)
     return got
 
 
@@ -183,7 +183,7 @@ def test_truncated(tmp_path):
     folder = saved(LLAMA, tmp_path / "m")
     os.truncate(folder / "model.safetensors", 9000)
     with pytest.raises(ValueError, match="truncated"):
-        _ = open_source(folder, LLAMA).specs
+        _ = open_source(folder).specs
 
 
 def test_tied_head(tmp_path):
@@ -192,13 +192,13 @@ def test_tied_head(tmp_path):
     edit(folder, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
     assert loaded(folder).keys() == TIED.spec.params.keys()
     edit(folder, lambda t: t["lm_head.weight"][7, 3].add_(1e-3))
-    _ = open_source(folder, TIED).specs
+    _ = open_source(folder).specs
     for use in (loaded, lambda folder: open_source(folder).read("embed.weight")):
         with pytest.raises(ValueError, match="tie_word_embeddings.*lm_head.weight"):
             use(folder)
     edit(folder, lambda t: t.update({"lm_head.weight": torch.zeros(60, 32)}))
     with pytest.raises(ValueError, match="vocab_size"):
-        _ = open_source(folder, TIED).specs
+        _ = open_source(folder).specs
 
 
 def test_gpt2_without_prefix_and_with_masks(tmp_path):
@@ -217,7 +217,7 @@ def test_gpt2_without_prefix_and_with_masks(tmp_path):
     assert all(torch.equal(ours[name], tensor) for name, tensor in random(GPT2).items())
     edit(folder, lambda t: t.update({"transformer.wte.weight": t["wte.weight"].clone()}))
     with pytest.raises(ValueError, match="transformer.wte.weight twice"):
-        _ = open_source(folder, GPT2).specs
+        _ = open_source(folder).specs
 
 
 def test_old_rope_buffers_are_ignored_by_name(tmp_path):
@@ -231,7 +231,7 @@ def test_old_rope_buffers_are_ignored_by_name(tmp_path):
         lambda t: t.update({"model.layers.0.self_attn.rotary_emb.cos_cached": torch.zeros(4)}),
     )
     with pytest.raises(KeyError, match="cos_cached"):
-        _ = open_source(folder, LLAMA).specs
+        _ = open_source(folder).specs
 
 
 def test_config_files(tmp_path):

@@ -272,7 +272,7 @@ def test_a_checkpoint_that_says_an_impossible_model(run):
     ],
 )
 def test_weights_of_another_model(kept, change, error, said):
-    source = open_source(kept, edit(MODELS["gpt2"], **change))
+    source = open_source(kept).read_as(edit(MODELS["gpt2"], **change))
     for use in (lambda: source.specs, source.stream, lambda: source.read("embed.weight")):
         with pytest.raises(error, match=said):
             use()
@@ -281,13 +281,13 @@ def test_weights_of_another_model(kept, change, error, said):
 def test_weights_that_another_model_has_no_place_for(tmp_path):
     run = save(tmp_path / "run", MODELS["qwen3_moe"])
     with pytest.raises(KeyError, match="True here.*1 parameter is in only one .*'head.weight'"):
-        _ = open_source(run, edit(MODELS["qwen3_moe"], tie=True)).specs
+        _ = open_source(run).read_as(edit(MODELS["qwen3_moe"], tie=True)).specs
 
 
 def test_a_model_that_is_given_is_taken(kept):
     """And its weights are those of the source, where they have place in it."""
     changed = edit(MODELS["gpt2"], bos_token_id=7)
-    source = open_source(kept, changed)
+    source = open_source(kept).read_as(changed)
     assert source.model == changed and not different(source, open_source(kept))
     for opened in (source, open_source(kept)):
         with pytest.raises(KeyError, match=f"{opened.where} has no parameter surprise"):

@@ -26,7 +26,7 @@ def load(folder):
     """(the model, parameters loaded into NaNs)."""
     model = hf.read_config(folder)
     targets = {name: torch.full(shape, float("nan")) for name, shape in model.spec.shapes.items()}
-    load_weights(open_source(folder, model), lambda name, full: targets[name].copy_(full))
+    load_weights(open_source(folder), lambda name, full: targets[name].copy_(full))
     return model, targets
 
 

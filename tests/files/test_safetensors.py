@@ -236,7 +236,7 @@ if os.fork() == 0:      # a process each, since a peak never falls
     grown(lambda: hf_export.save(folder, config, lambda name: torch.ones(shapes[name])))
     os._exit(0)
 os.wait()
-grown(lambda: load_weights(open_source(folder, config), lambda name, full: None))
+grown(lambda: load_weights(open_source(folder), lambda name, full: None))
 """
 
 

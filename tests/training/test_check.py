@@ -17,6 +17,7 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from dolmen import families
 from dolmen.cli.runs import parse_run
+from dolmen.conversion import hf
 from dolmen.core.config import to_dict
 from dolmen.data.config import DataConfig
 from dolmen.data.inputs import Inputs
@@ -32,6 +33,7 @@ from dolmen.planning.config import DryrunRequest
 from dolmen.recipes import RECIPES
 from dolmen.recipes.overrides import build_request
 from dolmen.rl.config import CriticConfig, PPOConfig, RolloutConfig
+from dolmen.training import worker
 from dolmen.training.checks.folder import check_overwrite, check_same_model, check_same_optimizer
 from dolmen.training.checks.rollout import check_group_size
 from dolmen.training.checks.run import check_exportable, check_layout, validate_computation
@@ -324,6 +326,28 @@ EXPERTS = {
     "num_local_experts": 4,
     **tinyrun.MODEL,
 }
+
+
+def test_each_model_of_a_run_is_opened_once(material, tmp_path, monkeypatch):
+    """Also that of --init, whose config.json says which options --model.* there are, and one that
+    is read as another model or has two roles.
+    """
+    opened, open_transformers = [], hf.open_transformers
+
+    def count_openings(folder, *rest):
+        opened.append(folder)
+        return open_transformers(folder, *rest)
+
+    monkeypatch.setattr(hf, "open_transformers", count_openings)
+    changes = {"init": material.model, "out": tmp_path / "out", "data": material.options()["data"]}
+    for model in ({}, {"model.rope_theta": 5.0}):
+        opened.clear()
+        worker.prepare(build_request("pretrain", {**changes, **model}), 1)
+        assert opened == [material.model]
+    opened.clear()
+    roles = {"name": "dpo", "reference": str(material.model)}
+    resolved = resolve(material.config(init=str(material.model), objective=roles), 1)
+    assert opened == [material.model] and resolved.reference is resolved.init
 
 
 EIGHT = {"global_batch_size": 8}

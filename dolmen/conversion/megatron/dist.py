@@ -42,7 +42,6 @@ from dolmen.conversion.megatron.source import (
     check_common,
     source_of,
 )
-from dolmen.families import ModelConfig
 from dolmen.files import gate, kinds, torch_files
 from dolmen.files.safetensors import Spec, Stored
 from dolmen.files.torch_files import StoredView
@@ -162,13 +161,11 @@ def is_torch_dist(folder: Path) -> bool:
     return (folders.newest(folder) / MARKER).is_file()
 
 
-def open_torch_dist(
-    folder: Path, model: ModelConfig | None = None, rows: int | None = None
-) -> Megatron:
+def open_torch_dist(folder: Path, rows: int | None = None) -> Megatron:
     """Open the torch_dist checkpoint in the folder of an iteration as a source; arguments as of
     `open_megatron` (megatron/source.py). Raises ValueError.
     """
-    return source_of(read_checkpoint(folder), model, rows)
+    return source_of(read_checkpoint(folder), rows)
 
 
 def read_checkpoint(folder: Path) -> MegatronCheckpoint:

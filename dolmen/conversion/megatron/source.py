@@ -272,6 +272,10 @@ class Megatron(Joined):
         kind = "older names" if checkpoint.legacy else "Megatron-Core's names"
         return f"{self.where}, a Megatron checkpoint ({kind}, {checkpoint.sizes.words})"
 
+    def read_as(self, model: ModelConfig) -> "Megatron":
+        """Return the source with its weights read as those of `model`."""
+        return replace(self, model=model)
+
     @property
     def iteration(self) -> int | None:
         """Number of iterations that the checkpoint states, or None."""
@@ -477,28 +481,21 @@ class Megatron(Joined):
         return self._checked
 
 
-def open_megatron(
-    folder: Path, model: ModelConfig | None = None, rows: int | None = None
-) -> Megatron:
-    """Open the checkpoint in the folder of an iteration as a source. The model is `model`, else the
+def open_megatron(folder: Path, rows: int | None = None) -> Megatron:
+    """Open the checkpoint in the folder of an iteration as a source. The model is that of the
     config.json next to it, else what its `args` say, with a vocabulary of `rows` tokens or of the
     tokenizer next to it. Raises ValueError where no file states the vocabulary, and as
     `read_checkpoint`.
     """
-    return source_of(read_checkpoint(folder), model, rows)
+    return source_of(read_checkpoint(folder), rows)
 
 
-def source_of(
-    checkpoint: MegatronCheckpoint, model: ModelConfig | None = None, rows: int | None = None
-) -> Megatron:
-    """Return a source of a checkpoint whose pickles are read: of `model`, or if None of the model
-    that the checkpoint states, with a vocabulary of `rows` tokens (None: of the size it states;
-    ignored with a `model`).
+def source_of(checkpoint: MegatronCheckpoint, rows: int | None = None) -> Megatron:
+    """Return a source of a checkpoint whose pickles are read, with a vocabulary of `rows` tokens
+    (None: of the size it states).
     """
     place = sidecars.place(checkpoint.folder)
-    if model is None:
-        model = _model(checkpoint, place, rows)
-    return Megatron(model, place, checkpoint)
+    return Megatron(_model(checkpoint, place, rows), place, checkpoint)
 
 
 def _model(checkpoint: MegatronCheckpoint, place: Path, rows: int | None) -> ModelConfig:
