@@ -10,11 +10,11 @@ from collections.abc import Mapping, Set
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from dolmen import families
 from dolmen.cli.parse import HELP, Option, OptionGroup, full_help, groups, options, parse
-from dolmen.core.config import Mark, Words, from_dict, to_dict
+from dolmen.core.config import Mark, Words, from_dict, plain_type, to_dict
 from dolmen.core.messages import BadInput, unknown_options
 from dolmen.families import Field, ModelConfig
 from dolmen.families import start as models
@@ -30,41 +30,32 @@ if TYPE_CHECKING:
     from dolmen.planning.config import DryrunRequest
 
 
-INIT = {"init": "initial model: a folder, a hub id or a run"}
-LENGTH = {
-    "train.epochs": "passes over the data; or --train.steps, or --train.tokens",
-    "train.sequence-length": "tokens per sequence; unset, 512 or the model's maximum",
-    "train.global-batch-size": "sequences per update",
-    "train.microbatch-size": "sequences per forward and process; fewer take less memory",
+LENGTH = ("train.sequence-length", "train.global-batch-size", "train.microbatch-size")
+MACHINE = ("train.dtype", "layout.tp")
+TUNING = (
+    *("train.epochs", *LENGTH, "optimizer.lr", "adapter.rank", *MACHINE),
+    *("finish.export", "out"),
+)
+ROLLOUTS = ("train.steps", "train.global-batch-size", "train.microbatch-size", "optimizer.lr")
+ROWS = {
+    "text": "Text: files, folders, .jsonl, .parquet, .bin or hub ids",
+    "chats": "Rows with `messages`, `conversations` or `instruction`",
+    "pairs": "Rows with `chosen` and `rejected`, and a `prompt`",
+    "completions": "Rows with a `completion`, its `label`, and a `prompt`",
+    "prompts": "Rows with a `prompt` or `messages`",
 }
-ROLLOUTS = {
-    "train.steps": "number of updates; unset, one pass over the prompts",
-    "train.global-batch-size": "completions per update",
-    "train.microbatch-size": "sequences per forward and process; fewer take less memory",
-}
-RATE = {"optimizer.lr": "peak learning rate; ten times as much for adapters"}
-ADAPTER = {"adapter.rank": "train LoRA of this rank in place of all weights"}
-MACHINE = {
-    "train.dtype": "compute dtype: float32, bfloat16 or float16",
-    "layout.tp": "tensor parallelism: processes that share every layer",
-}
-EXPORT = {"finish.export": "write a transformers directory at the end, OUT/hf"}
-OUT = {"out": "folder of the run; unset, runs/NAME"}
-TUNING = {**LENGTH, **RATE, **ADAPTER, **MACHINE, **EXPORT, **OUT}
-COMPLETIONS = {
-    "rollout.max-new-tokens": "maximum tokens of a completion",
-    "rollout.temperature": "sampling temperature, also of the log-probabilities in the loss",
-}
-REWARD = {"reward": "gsm8k, exact, regex:X, MODULE:FUNCTION or a reward model"}
+"""Content of --data.path by --data.rows."""
+FAMILY = "Family of a new model; --help --all lists its sizes"
 
 
 @dataclass(frozen=True)
 class ShortHelp:
-    """The short help of a recipe: an example and its most important options."""
+    """The short help of a recipe: an example and its most important options, each with the first
+    sentence of its help text.
+    """
 
     example: str
-    options: Mapping[str, str]
-    """Option -> its text."""
+    options: tuple[str, ...]
     required: frozenset[str]
     """Options that have no default."""
     note: str = ""
@@ -74,96 +65,60 @@ class ShortHelp:
 SHORT = {
     "pretrain": ShortHelp(
         "dolmen train {name} --data.path text/",
-        {
-            "init": "model to continue from: a folder, a hub id or a run; unset, a new one",
-            "model.model-type": "family of a new model; --help --all lists its sizes",
-            "data.path": "text: files, folders, .jsonl, .parquet, .bin or hub ids",
-            "data.tokenizer": "a folder, a hub id, or bpe:N, trained on the data",
-            "train.steps": "number of updates; or --train.tokens, or --train.epochs",
-            "train.sequence-length": LENGTH["train.sequence-length"],
-            "train.global-batch-size": LENGTH["train.global-batch-size"],
-            "train.microbatch-size": LENGTH["train.microbatch-size"],
-            "optimizer.lr": "peak learning rate",
-            **MACHINE,
-            "layout.dp": "data parallelism: copies of the model; unset, all other processes",
-            "layout.pp": "pipeline parallelism: processes that hold different layers",
-            "checkpoint.every": "steps between checkpoints; 0 saves the last one only",
-            **EXPORT,
-            **OUT,
-        },
+        (
+            *("init", "model.model-type", "data.path", "data.tokenizer", "train.steps", *LENGTH),
+            *(
+                "optimizer.lr",
+                *MACHINE,
+                "layout.dp",
+                "layout.pp",
+                "checkpoint.every",
+                "finish.export",
+                "out",
+            ),
+        ),
         frozenset({"data.path"}),
     ),
     "sft": ShortHelp(
         "dolmen train sft --init Qwen/Qwen3-0.6B --data.path chats.jsonl --finish.export",
-        {
-            **INIT,
-            "data.path": "rows with `messages`, `conversations` or `instruction`",
-            "data.template": "chat template, if the tokenizer has none: a file, chatml or alpaca",
-            "data.masking-strategy": "turns in the loss: assistant, last or all",
-            "data.validation-fraction": "share of the chats in the validation split",
-            **TUNING,
-        },
+        (
+            *("init", "data.path", "data.template", "data.masking-strategy"),
+            *("data.validation-fraction", *TUNING),
+        ),
         frozenset({"init", "data.path"}),
     ),
     "reward": ShortHelp(
         "dolmen train reward --init runs/sft --data.path pairs.jsonl --finish.export",
-        {
-            **INIT,
-            "data.path": "rows with `chosen` and `rejected`, and a `prompt`",
-            "objective.margin": "target margin between the scores of a pair; unset, 0",
-            "objective.center-rewards-coefficient": "penalty on scores far from 0",
-            "data.validation-fraction": "share of the pairs in the validation split",
-            **TUNING,
-        },
+        (
+            *("init", "data.path", "objective.margin", "objective.center-rewards-coefficient"),
+            *("data.validation-fraction", *TUNING),
+        ),
         frozenset({"init", "data.path"}),
     ),
     "dpo": ShortHelp(
         "dolmen train dpo --init runs/sft --data.path pairs.jsonl --finish.export",
-        {
-            **INIT,
-            "data.path": "rows with `chosen` and `rejected`, and a `prompt`",
-            "objective.loss-type": "sigmoid, ipo, hinge, robust, sppo, exo, simpo, orpo, kto",
-            "objective.beta": "smaller lets the policy move further from the reference",
-            "objective.reference": "reference model; unset, the initial model",
-            **TUNING,
-        },
+        (
+            *("init", "data.path", "objective.loss-type", "objective.beta", "objective.reference"),
+            *TUNING,
+        ),
         frozenset({"init", "data.path"}),
     ),
     "grpo": ShortHelp(
         "dolmen train grpo --init runs/sft --data.path questions.jsonl --reward gsm8k",
-        {
-            **INIT,
-            "data.path": "rows with a `prompt` or `messages`",
-            **REWARD,
-            "rollout.num-generations": "completions per prompt (the group)",
-            **COMPLETIONS,
-            "rollout.loss-type": "grpo, bnpo, dr-grpo, dapo, gspo or cispo",
-            "rollout.beta": "weight of the KL from the reference model in the loss",
-            **ROLLOUTS,
-            **RATE,
-            **ADAPTER,
-            "layout.tp": MACHINE["layout.tp"],
-            **OUT,
-        },
+        (
+            *("init", "data.path", "reward", "rollout.num-generations", "rollout.max-new-tokens"),
+            *("rollout.temperature", "rollout.loss-type", "rollout.beta", *ROLLOUTS),
+            *("adapter.rank", "layout.tp", "out"),
+        ),
         frozenset({"init", "data.path", "reward"}),
     ),
     "ppo": ShortHelp(
         "dolmen train ppo --init runs/sft --data.path questions.jsonl --reward runs/reward/hf",
-        {
-            "init": "model to start from; unset, a small random one",
-            "data.path": "rows with a `prompt` or `messages`",
-            **REWARD,
-            "critic.init": "initial critic; unset, a copy of the model",
-            **COMPLETIONS,
-            "rollout.epochs": "passes over each rollout batch",
-            "ppo.kl-coef": "weight of the KL from the reference model in the reward",
-            **ROLLOUTS,
-            "train.steps": "number of updates",
-            **RATE,
-            "critic.lr": "learning rate of the critic; unset, as --optimizer.lr",
-            "layout.tp": MACHINE["layout.tp"],
-            **OUT,
-        },
+        (
+            *("init", "data.path", "reward", "critic.init", "rollout.max-new-tokens"),
+            *("rollout.temperature", "rollout.epochs", "ppo.kl-coef", *ROLLOUTS),
+            *("critic.lr", "layout.tp", "out"),
+        ),
         frozenset({"reward"}),
         "With --init other defaults apply: dolmen train ppo --init MODEL --help shows them.",
     ),
@@ -203,11 +158,14 @@ def _format_short_help(kind: str, name: str, about: str, run: RunConfig) -> str:
     width = max(map(len, short.options)) + 2
     model_type = run.model and run.model.model_type
     values = to_dict(run) | to_dict(LaunchOptions()) | {"model": {"model_type": model_type}}
+    texts = {name: _summarize(option) for name, option in run_options("train").items()}
+    texts |= {"data.path": ROWS[run.data.rows], MODEL_TYPE.replace("_", "-"): FAMILY}
     lines = []
-    for option, words in short.options.items():
+    for option in short.options:
         value = _format_value(values, option)
         note = " (needed)" if option in short.required and not value else value and f" [{value}]"
-        lines.append(f"  --{option:{width}}{words}{note}")
+        line, indent = f"  --{option:{width}}{texts[option]}{note}", " " * (width + 4)
+        lines += wrap(line, 100, subsequent_indent=indent, break_on_hyphens=False)
     return "\n".join(
         [
             f"usage: dolmen train {name} [OPTIONS]",
@@ -223,6 +181,14 @@ def _format_short_help(kind: str, name: str, about: str, run: RunConfig) -> str:
             *([short.note] if short.note else []),
             f"dolmen train {name} --help --all lists every option; docs/{page} explains them.",
         ]
+    )
+
+
+def _summarize(option: Option) -> str:
+    """Return the first sentence of an option's help text, with its choices if there are some."""
+    text, kind = option.text.partition(". ")[0].rstrip("."), plain_type(option.hint)
+    return (
+        f"{text} ({', '.join(map(str, get_args(kind)))})" if get_origin(kind) is Literal else text
     )
 
 

@@ -69,8 +69,8 @@ class DataConfig(TextConfig):
     """Text to train on, and text to validate on."""
 
     tokenizer: Name | None = None
-    """Folder or hub id of a `transformers` tokenizer, or bpe:N for a byte-level BPE of N tokens
-    trained on the data. Default: that of --init.
+    """Folder or hub id of a tokenizer, or bpe:N for a BPE of N tokens trained on the data. BPE is
+    at the level of bytes; a folder is of `transformers`. Default: that of --init.
     """
     document_mask: bool = False
     """Attention does not cross document boundaries within a window."""
@@ -79,9 +79,10 @@ class DataConfig(TextConfig):
     fraction of the documents is held out.
     """
     validation_fraction: float = 0.03
-    """Share of the documents that is held out when --data.validation is unset, chosen by a hash of
-    their text: neither the seed, the tokenizer nor the order of the files matters, and copies in
-    all sources are held out together. Of a single document, the end is held out.
+    """Share of the documents in the validation split. It has no effect with --data.validation. They
+    are chosen by a hash of their text: neither the seed, the tokenizer nor the order of the files
+    matters, and copies in all sources are held out together. Of a single document, the end is held
+    out.
     """
     order: Literal["dolmen", "megatron"] = "dolmen"
     """Order in which samples are read: dolmen's, by windows, or that of Megatron-LM, which depends
@@ -103,7 +104,9 @@ class DataConfig(TextConfig):
     template: Name | None = None
     """Chat template: a Jinja file, chatml or alpaca. Default: the tokenizer's own chat template."""
     masking_strategy: Literal["assistant", "last", "all"] = "assistant"
-    """Turns of a chat that are trained on: those of the assistant, the last of them, or all."""
+    """Turns of a chat that are trained on. assistant: all of the assistant's. last: its
+    last. all: everybody's.
+    """
     packing: bool = True
     """Pack several chats into a sequence where they fit, in place of one per sequence."""
     max_row_bytes: Positive = 4 * 2**20

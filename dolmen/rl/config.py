@@ -34,9 +34,9 @@ class RolloutConfig:
     max_new_tokens: Positive = 128
     """Maximum tokens of a completion."""
     temperature: AboveZero = 1.0
-    """Sampling temperature. Also applied to the log-probabilities used in the loss."""
+    """Sampling temperature, also of the log-probabilities in the loss."""
     loss_type: LossType = "grpo"
-    """Policy loss of GRPO and its variants (objectives/policy.py: `grpo_loss`)."""
+    """Policy loss. The formulas are those of `grpo_loss` in objectives/policy.py."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Level of the ratio of new to old probability: per token or per completion."""
     clip_low: NonNegative = 0.2
@@ -257,8 +257,8 @@ class CriticConfig:
     """
 
     init: Name | None = None
-    """Initial weights of the critic: a reward model or any model of the policy's shape and
-    vocabulary: a transformers directory, a hub id or a run. Default: the policy's initial weights.
+    """Initial model of the critic; unset, a copy of the policy's. A reward model or any model of
+    the policy's shape and vocabulary: a transformers directory, a hub id or a run.
     """
     lr: NonNegative | None = None
     """Peak learning rate of the critic; all else is as --optimizer. Default: --optimizer.lr."""
