@@ -64,6 +64,20 @@ taken for the option's default, or for the current folder.
 STRICT = ConfigDict(strict=True, extra="forbid", arbitrary_types_allowed=True)
 
 
+def require(holds: Callable[[Any], Any], expected: str) -> AfterValidator:
+    """Return a rule of one option, for `Annotated`: a value for which `holds` returns something
+    false raises ValueError, which says that it must be `expected`.
+    """
+
+    def check(value: Any) -> Any:
+        """Return the value, or raise pydantic's error of kind `required`."""
+        if not holds(value):
+            raise PydanticCustomError("required", "{expected}", {"expected": expected})
+        return value
+
+    return AfterValidator(check)
+
+
 class CustomValue(ABC):
     """A dataclass with a representation of its own in files, instead of a mapping of its fields."""
 
@@ -135,7 +149,12 @@ def _construct(_config_self: Any, *args: Any, **kwargs: Any) -> None:
         cls.__pydantic_validator__.validate_python(arguments, self_instance=_config_self)
     except ValidationError as error:
         # the first error alone: later ones often follow from it
-        raise ValueError(describe_error(error.errors()[0], cls, cls.SECTION)) from None
+        first = error.errors()[0]
+        path, names = first["loc"], cls.__match_args__
+        # an argument without a keyword
+        if path and isinstance(path[0], int) and path[0] < len(names):
+            first["loc"] = (names[path[0]], *path[1:])
+        raise ValueError(describe_error(first, cls, cls.SECTION)) from None
 
 
 def strict_type(hint: Any) -> Any:
@@ -210,6 +229,7 @@ EXPECTED = {
     "string_too_long": "text of at most {max_length:,} characters",
     "string_unicode": "text that UTF-8 can encode",
     "literal_error": "{expected}",
+    "required": "{expected}",
     "too_short": "at least {min_length:,}",
     "too_long": "at most {max_length:,}",
     "list_type": "a list",

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Annotated, Literal
 
-from dolmen.core.config import AboveZero, Count, Mark, Name, NonNegative, Positive, config
+from dolmen.core.config import AboveZero, Count, Mark, Name, NonNegative, Positive, config, require
 from dolmen.data.config import TextConfig
 from dolmen.model.layout import Layout, TensorParallelLayout
 from dolmen.serving.config import Numerics
@@ -22,7 +22,7 @@ class VerifyConfig:
     """
     against: str | None = None
     """Model that transformers loads. Default: FOLDER."""
-    length: int = 64
+    length: Positive = 64
     """Length of the random sequences in tokens."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if any are visible, else the CPU."""
@@ -52,6 +52,9 @@ class Axes:
         return Layout(**asdict(self))
 
 
+Limit = Annotated[AboveZero, require(lambda n: n < 1 or n == int(n), "a whole number, or below 1")]
+
+
 @config(kw_only=True)
 class TasksConfig:
     """Tasks of lm_eval, an extra: `pip install 'dolmen[tasks]'`."""
@@ -60,17 +63,12 @@ class TasksConfig:
     """Tasks of lm_eval to evaluate, comma-separated names."""
     num_fewshot: Count | None = None
     """Few-shot examples before each question. Default: the task's own number."""
-    limit: AboveZero | None = None
+    limit: Limit | None = None
     """Maximum number of questions of each task, or, below 1, the fraction of them."""
     apply_chat_template: bool = False
     """Format questions as user turns with the tokenizer's chat template."""
     tasks_path: Name | None = None
     """Folder with your own task files (.yaml)."""
-
-    def __post_init__(self):
-        """Raise ValueError for a limit above 1 that is not a whole number."""
-        if self.limit is not None and self.limit > 1 and self.limit != int(self.limit):
-            raise ValueError(f"limit is {self.limit}: it must be a whole number, or below 1")
 
     @property
     def names(self) -> list[str]:
@@ -99,10 +97,7 @@ class DuringConfig(TasksConfig):
     """Seed of the samples, the same at every step."""
 
     def __post_init__(self):
-        """Raise ValueError as TasksConfig, and for an interval without tasks or samples to
-        evaluate.
-        """
-        super().__post_init__()
+        """Raise ValueError for an interval without tasks or samples to evaluate."""
         if self.every is not None and not self.enabled:
             raise ValueError(
                 f"evaluate.every is {self.every}, but there is nothing to evaluate: give "

@@ -191,11 +191,9 @@ def _differences(source: ModelSource, against: ModelSource) -> list[str]:
 
 def _tokens(spec: ModelSpec, length: int, device: torch.device, padding: int | None) -> _Tokens:
     """Return random tokens for the comparison: `length` + 1 per sequence, or as many as the model's
-    positions allow, without the id `padding`. Raises ValueError for a `length` below 1.
+    positions allow, without the id `padding`.
     """
     most = spec.max_position_embeddings
-    if length < 1:
-        raise ValueError(f"length is {length}: use --length 1 or more")
     shape = (SEQUENCES, max(2, min(length + 1, most)))
     windows = reference_model.random_tokens(spec.vocab_size, shape, padding, SEED)
     new = 0 if spec.both_ways else max(1, min(NEW_TOKENS, most // 2))

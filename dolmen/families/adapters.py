@@ -8,9 +8,9 @@ module's name in transformers, in every layer that has one, or all linear layers
 
 from collections.abc import Collection
 from dataclasses import fields
-from typing import Literal
+from typing import Annotated, Literal
 
-from dolmen.core.config import AboveZero, Positive, config
+from dolmen.core.config import AboveZero, Positive, config, require
 from dolmen.core.messages import brief
 from dolmen.families.model import ModelConfig
 from dolmen.families.weights import weight_map
@@ -25,13 +25,15 @@ class AdapterConfig:
     """Low-rank adapters (LoRA), trained while the model's own weights are frozen."""
 
     rank: Positive | None = None
-    """Rank of the adapters: y = W x + alpha / rank * B A x, where A has `rank` rows and B `rank`
-    columns. W and all other parameters of the model are frozen. Unset: no adapters, all parameters
-    are trained.
+    """Rank of LoRA adapters to train in place of all parameters. y = W x + alpha / rank * B A x,
+    where A has `rank` rows and B `rank` columns; W and all other parameters of the model are
+    frozen. Default: no adapters.
     """
     alpha: AboveZero = 16.0
     """Scale of the adapters: their output is multiplied by alpha / rank."""
-    targets: tuple[str, ...] = (ALL,)
+    targets: Annotated[tuple[str, ...], require(bool, f"a layer, such as q_proj, or {ALL}")] = (
+        ALL,
+    )
     """Layers with an adapter, by the last part of their name in transformers, as PEFT's
     target_modules: q_proj k_proj v_proj o_proj gate_proj up_proj down_proj. In an MoE model each
     expert has its own adapter. all-linear: all linear layers but the head and routers.
@@ -50,19 +52,13 @@ class AdapterConfig:
     """
 
     def __post_init__(self):
-        """Raise ValueError for an option without a rank, which would have no effect, and for empty
-        targets.
-        """
+        """Raise ValueError for an option without a rank, which would have no effect."""
         # options that would have no effect
         options = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
         if self.rank is None and options:
             raise ValueError(
                 f"adapter.{options[0]} is {brief(getattr(self, options[0]))}, but there are no "
                 "adapters: set --adapter.rank, such as 8"
-            )
-        if not self.targets:
-            raise ValueError(
-                f"adapter.targets is empty: name a layer, such as q_proj, or give {ALL}"
             )
 
     def resolve(self, model: ModelConfig) -> LoraSpec | None:

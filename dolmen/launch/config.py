@@ -3,9 +3,15 @@
 import re
 from typing import Annotated
 
-from dolmen.core.config import Count, Mark, Name, Positive, config
+from dolmen.core.config import Count, Mark, Name, Positive, config, require
 
-LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+Label = Annotated[
+    str,
+    require(
+        re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?").fullmatch,
+        "at most 63 lower-case letters, digits and dashes between them",
+    ),
+]
 """A name that Kubernetes takes (RFC 1123)."""
 SBATCH = re.compile(r"[a-z][a-z-]*(=[^\s#\"'\\]+)?")
 """An option of sbatch without its dashes, and its value."""
@@ -75,25 +81,19 @@ class KubeflowConfig(JobConfig):
 
     image: Name
     """Container image with dolmen and torchrun."""
-    namespace: Name = "default"
+    namespace: Label = "default"
     """Namespace of the job."""
-    runtime: Name = "torch-distributed"
+    runtime: Label = "torch-distributed"
     """ClusterTrainingRuntime that the job refers to."""
-    volume: Name | None = None
+    volume: Label | None = None
     """PersistentVolumeClaim (ReadWriteMany) that every pod mounts. Default: shared, or none if
     --out is a URL.
     """
     mount: Name = "/shared"
     """Folder of the pods where the volume is mounted."""
 
-    def __post_init__(self):
-        """Raise ValueError for a namespace, runtime or volume that is no name in Kubernetes."""
-        for name in ("namespace", "runtime", "volume"):
-            if not LABEL.fullmatch(getattr(self, name) or "none"):
-                raise ValueError(
-                    f"--{name} is {getattr(self, name)[:80]!r}: it must consist of at most 63 "
-                    "lower-case letters, digits and dashes between them"
-                )
+
+TYPE_ALONE = "the type alone; the number of a node is --nproc-per-node"
 
 
 @config(kw_only=True)
@@ -104,7 +104,7 @@ class SkypilotConfig(JobConfig):
         dolmen launch skypilot run.yaml --nodes 2 --accelerator H100 --volume shared
     """
 
-    accelerator: Name = "H100"
+    accelerator: Annotated[Name, require(lambda name: ":" not in name, TYPE_ALONE)] = "H100"
     """GPU type, as SkyPilot names it."""
     volume: Name | None = None
     """Volume of SkyPilot (sky volumes ls) that every node mounts."""
@@ -116,14 +116,7 @@ class SkypilotConfig(JobConfig):
     """
 
     def __post_init__(self):
-        """Raise ValueError for a number in `accelerator`, and without a folder that all nodes share
-        (`out` or `volume`).
-        """
-        if ":" in self.accelerator:
-            raise ValueError(
-                f"--accelerator is {self.accelerator[:80]!r}: give the type alone; the number of a "
-                "node is --nproc-per-node"
-            )
+        """Raise ValueError without a folder that all nodes share (`out` or `volume`)."""
         if self.out is None and self.volume is None:
             raise ValueError(
                 "nodes of SkyPilot share no folder, and lose theirs when they are recovered: give "

@@ -14,8 +14,12 @@ UnpairedKind = Literal["kto"]
 """Preference losses of single completions, each desirable or not."""
 SIMPO_MARGIN = 0.5
 WEIGHTS = ("desirable_weight", "undesirable_weight")
-MAX_WEIGHT = 1e30
-"""Bound of factors of a loss: losses are float32, whose range ends at 3.4e38."""
+MAX_WEIGHT = 1e30  # losses are float32, whose range ends at 3.4e38
+Weight = Annotated[float, Field(ge=0, le=MAX_WEIGHT)]
+"""A factor in a loss."""
+Beta = Annotated[float, Field(gt=0, le=MAX_WEIGHT)]
+LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
+"""Share of pairs with swapped labels: at a half the loss would not depend on the model."""
 
 
 OPTIONS_OF = {
@@ -39,7 +43,7 @@ class ObjectiveConfig:
     score them with --reward, for --data.rows prompts (--rollout). ppo: PPO, the same with a critic
     (--ppo, --critic).
     """
-    beta: float = 0.1
+    beta: Beta = 0.1
     """dpo: factor of the log-ratios of policy to reference; the smaller, the further the policy may
     move from the reference. simpo: factor of the mean log-probability per token (2 and more are
     usual). orpo: weight of the odds ratio relative to the likelihood of the chosen completion.
@@ -48,9 +52,9 @@ class ObjectiveConfig:
     """dpo: the preference loss. kto is for --data.rows completions, all others for pairs; simpo and
     orpo have no reference model.
     """
-    label_smoothing: float = 0.0
+    label_smoothing: LabelSmoothing = 0.0
     """dpo: assumed share of pairs with swapped labels, for sigmoid, robust, exo and simpo."""
-    rpo_alpha: float = 0.0
+    rpo_alpha: Weight = 0.0
     """dpo: weight of the cross-entropy per token of the chosen completion, added to the loss (RPO).
     It keeps the likelihood of both completions from falling together. Not for simpo, orpo and kto.
     """
@@ -58,23 +62,25 @@ class ObjectiveConfig:
     """dpo, grpo, ppo: the reference model: a transformers directory, a hub id or a run. Default:
     the initial model.
     """
-    margin: Annotated[float, Field(ge=0, le=MAX_WEIGHT)] | None = None
+    margin: Weight | None = None
     """reward, simpo: target margin between the scores of the chosen and the rejected completion.
     reward adds a row's own `margin`, if it has one. Default: 0, simpo 0.5.
     """
-    desirable_weight: Annotated[float, Field(ge=0, le=MAX_WEIGHT)] = 1.0
+    desirable_weight: Weight = 1.0
     """kto: weight of the loss of desirable completions."""
-    undesirable_weight: Annotated[float, Field(ge=0, le=MAX_WEIGHT)] = 1.0
+    undesirable_weight: Weight = 1.0
     """kto: weight of the loss of undesirable completions."""
-    center_rewards_coefficient: Annotated[float, Field(ge=0, le=MAX_WEIGHT)] = 0.0
+    center_rewards_coefficient: Weight = 0.0
     """reward: weight of the squared sum of a pair's scores, which centres scores at 0."""
 
     def __post_init__(self):
-        """Raise ValueError for hyperparameters of DPO out of range, and for options that the
-        objective, or DPO's loss_type, does not have.
-        """
-        if self.name == "dpo":
-            check_dpo(self.beta, self.loss_type, self.label_smoothing, self.rpo_alpha)
+        """Raise ValueError for options that the objective, or DPO's loss_type, does not have."""
+        if self.rpo_alpha and self.loss_type not in get_args(PairKind):
+            raise ValueError(
+                f"objective.rpo-alpha ({self.rpo_alpha}) applies to "
+                f"{', '.join(get_args(PairKind))}, but objective.loss-type is {self.loss_type}: "
+                "leave it out, or set another --objective.loss-type"
+            )
         for field in fields(self):
             # options of other objectives must have their defaults
             applies = field.name in ("name", *OPTIONS_OF[self.name])
@@ -123,28 +129,3 @@ class ObjectiveConfig:
         if self.name == "dpo" and self.loss_type in get_args(UnpairedKind):
             return "completions"
         return {"tokens": None, "grpo": "prompts", "ppo": "prompts"}.get(self.name, "pairs")
-
-
-def check_dpo(beta: float, kind: str, label_smoothing: float, rpo_alpha: float = 0.0) -> None:
-    """Raise ValueError for an unknown `kind` of preference loss, for hyperparameters out of range,
-    and for an `rpo_alpha` with a kind that has none.
-    """
-    known = (*get_args(PairKind), *get_args(ReferenceFreeKind), *get_args(UnpairedKind))
-    if kind not in known:
-        raise ValueError(f"kind is {kind!r}: it must be one of {known}")
-    if not 0 < beta <= MAX_WEIGHT:
-        raise ValueError(f"beta is {beta}: it must be over 0 and at most {MAX_WEIGHT:g}")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(
-            f"label_smoothing is {label_smoothing}: it is the share of pairs with swapped labels, "
-            "so it must be 0 or more and below 0.5"
-        )
-    if not 0 <= rpo_alpha <= MAX_WEIGHT:
-        raise ValueError(
-            f"rpo_alpha is {rpo_alpha}: it must be finite, at least 0 and at most {MAX_WEIGHT:g}"
-        )
-    if rpo_alpha and kind not in get_args(PairKind):
-        raise ValueError(
-            f"rpo_alpha ({rpo_alpha}) applies to {', '.join(get_args(PairKind))}, but kind is "
-            f"{kind}: leave it out, or use another kind"
-        )

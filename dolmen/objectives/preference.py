@@ -12,7 +12,6 @@ tokens would lose digits.
 """
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -20,11 +19,19 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Shaped
 from torch import Tensor
 
+from dolmen.core.config import config
 from dolmen.data.batch import SIDE, Batch
 from dolmen.model import spec
 from dolmen.model.head import LMHead
 from dolmen.objectives import pairs
-from dolmen.objectives.config import SIMPO_MARGIN, PairKind, ReferenceFreeKind, check_dpo
+from dolmen.objectives.config import (
+    SIMPO_MARGIN,
+    Beta,
+    LabelSmoothing,
+    PairKind,
+    ReferenceFreeKind,
+    Weight,
+)
 from dolmen.objectives.masked import Metrics
 from dolmen.objectives.objective import LossOutput, Objective
 from dolmen.ops.loss import IGNORED
@@ -57,16 +64,16 @@ def log_ratios(
     return head.sum_per_document(ratios, index.document)
 
 
-@dataclass(frozen=True)
+@config()
 class DPO:
     """The objective of `dpo` over a batch of pairs: mean over pairs. Reads `numbers[REFERENCE]`.
     Metrics are pairs.REWARDS and pairs.LOGPS.
     """
 
-    beta: float = 0.1
+    beta: Beta = 0.1
     kind: PairKind = "sigmoid"
-    label_smoothing: float = 0.0
-    rpo_alpha: float = 0.0
+    label_smoothing: LabelSmoothing = 0.0
+    rpo_alpha: Weight = 0.0
     from_reference: bool = False
     """True if the reference is the initial model."""
 
@@ -78,10 +85,6 @@ class DPO:
         both sides.
         """
         return (*pairs.REWARDS, *pairs.LOGPS)
-
-    def __post_init__(self):
-        """Raise ValueError for an unknown kind and for hyperparameters out of range."""
-        check_dpo(self.beta, self.kind, self.label_smoothing, self.rpo_alpha)
 
     def count(self, batch: Batch) -> float:
         """Return the number of pairs. Raises ValueError without reference log-probabilities."""
@@ -106,16 +109,16 @@ class DPO:
         )
 
 
-@dataclass(frozen=True)
+@config()
 class ReferenceFreePreference:
     """The objective of `simpo` or `orpo` over a batch of pairs, without a reference model; metrics
     as of DPO.
     """
 
     kind: ReferenceFreeKind
-    beta: float
-    gamma: float = SIMPO_MARGIN
-    label_smoothing: float = 0.0
+    beta: Beta
+    gamma: Weight = SIMPO_MARGIN
+    label_smoothing: LabelSmoothing = 0.0
 
     head: ClassVar[type] = spec.LMHeadSpec
 
@@ -125,10 +128,6 @@ class ReferenceFreePreference:
         both sides.
         """
         return (*pairs.REWARDS, *pairs.LOGPS)
-
-    def __post_init__(self):
-        """Raise ValueError for hyperparameters out of range."""
-        check_dpo(self.beta, self.kind, self.label_smoothing)
 
     def count(self, batch: Batch) -> float:
         """Return the number of pairs. Raises ValueError for an incomplete pair."""
@@ -146,7 +145,7 @@ class ReferenceFreePreference:
         return index.reward_output(losses, rewards, logps, head)
 
 
-@dataclass(frozen=True)
+@config()
 class KTO:
     """`kto` of a batch, mean over completions. The second completion of each pair belongs to
     another prompt (its SIDE is 0); the KL estimate z is their mean log-ratio over the two paired
@@ -156,9 +155,9 @@ class KTO:
     Metrics: the share of completions on the desired side of z, and their mean margin to it.
     """
 
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    beta: Beta = 0.1
+    desirable_weight: Weight = 1.0
+    undesirable_weight: Weight = 1.0
     from_reference: bool = False
     """True if the reference is the initial model."""
 
@@ -170,10 +169,6 @@ class KTO:
         the KL estimate, and margin, their mean distance from it on that side, times beta.
         """
         return pairs.METRICS
-
-    def __post_init__(self):
-        """Raise ValueError for a beta that is out of range."""
-        check_dpo(self.beta, "kto", 0.0)
 
     def count(self, batch: Batch) -> float:
         """Return the number of completions. Raises ValueError without reference
@@ -248,7 +243,7 @@ def simpo(
     OpenRLHF. Metrics: accuracy and margin of the rewards (beta times the means per token), and the
     mean rewards. Raises ValueError for hyperparameters out of range.
     """
-    check_dpo(beta, "simpo", label_smoothing)
+    ReferenceFreePreference("simpo", beta, gamma, label_smoothing)  # raises ValueError
     c, r = (
         mean_over_tokens(policy_chosen, lengths[0]),
         mean_over_tokens(policy_rejected, lengths[1]),
@@ -273,7 +268,7 @@ def orpo(
     prompts included, where the paper's and ours is over the completion. Metrics: accuracy and
     margin of the rewards beta c and beta r, and the mean rewards.
     """
-    check_dpo(beta, "orpo", 0.0)
+    ReferenceFreePreference("orpo", beta)  # raises ValueError
     c, r = (
         mean_over_tokens(policy_chosen, lengths[0]),
         mean_over_tokens(policy_rejected, lengths[1]),
@@ -349,7 +344,7 @@ def kto(
     (`loss_type` kto), OpenRLHF's KTOLoss. Metrics: the mean rewards beta h of those that are
     `desirable` and of those that are not, and z.
     """
-    check_dpo(beta, "kto", 0.0)
+    KTO(beta, desirable_weight, undesirable_weight)  # raises ValueError
     ratio, desirable_mask = policy - reference, desirable != 0
     kl_baseline = torch.as_tensor(kl, dtype=ratio.dtype, device=ratio.device)
     losses = kto_losses(
@@ -425,7 +420,7 @@ def dpo(
     ValueError for hyperparameters out of range and for missing `lengths`.
     """
     chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
-    check_dpo(beta, kind, label_smoothing, rpo_alpha)
+    DPO(beta, kind, label_smoothing, rpo_alpha)  # raises ValueError
     if kind == "ipo" and lengths is None:
         raise ValueError(
             "ipo divides log-ratios by the number of tokens: give lengths=(chosen, rejected)"

@@ -9,11 +9,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dolmen.core.config import Count, Mark, Name, NonNegative, Port, Positive, ValueOptional, config
+from dolmen.core.config import (
+    AboveZero,
+    Count,
+    Mark,
+    Name,
+    NonNegative,
+    Port,
+    Positive,
+    ValueOptional,
+    config,
+)
 from dolmen.core.filesystem import expand
 from dolmen.core.messages import brief
 from dolmen.model.layout import TensorParallelLayout
-from dolmen.serving.request import Limits, SamplingParams
+from dolmen.serving.request import Limits, MinP, SamplingParams, Temperature, TopP
 
 
 @config("layout")
@@ -104,19 +114,19 @@ class Sampling:
     """Maximum new tokens; an EOS token ends the completion earlier. Default: that of
     generation_config.json, or 64.
     """
-    min_new_tokens: int | None = None
+    min_new_tokens: Count | None = None
     """No EOS token is sampled before this many new tokens."""
-    temperature: float | None = None
+    temperature: Temperature | None = None
     """0 is greedy decoding; 1 samples from the model's own distribution. Default: that of
     generation_config.json, or 0.
     """
-    top_k: int | None = None
+    top_k: Positive | None = None
     """Sample from the k most likely tokens."""
-    top_p: float | None = None
+    top_p: TopP | None = None
     """Sample from the smallest set of most likely tokens whose probabilities sum to p or more."""
-    min_p: float | None = None
+    min_p: MinP | None = None
     """Sample from tokens with at least this fraction of the most likely token's probability."""
-    repetition_penalty: float | None = None
+    repetition_penalty: AboveZero | None = None
     """Above 1: tokens of the sequence, prompt included, become less likely (1909.05858)."""
     presence_penalty: float | None = None
     """Subtracted from the logit of each token that was generated before."""
@@ -207,7 +217,7 @@ class GenerateConfig(Decoding, Sampling):
     """Adapter of prompts that name none. Default: the base model."""
     stop: Annotated[tuple[str, ...], Mark.REPEATED] = ()
     """Text that ends a completion and is not part of it."""
-    num_samples: int = 1
+    num_samples: Positive = 1
     """Independent samples per row of a file, written as `samples`."""
     best: str | None = None
     """Second file to write: each row with its sample of the highest --reward, and its `reward`;
@@ -221,7 +231,7 @@ class GenerateConfig(Decoding, Sampling):
     """Write the log-probability of each token: under the model's own distribution (raw), or the one
     that was sampled from (processed).
     """
-    max_input_tokens: int | None = None
+    max_input_tokens: Positive | None = None
     """Truncate longer prompts to this many tokens, from the left."""
     max_row_bytes: Positive = 4 * 2**20
     """Maximum bytes of a row of the input file; tokenising 4 MiB takes 12 s and 700 MB of memory.
@@ -230,7 +240,7 @@ class GenerateConfig(Decoding, Sampling):
     """Resume an interrupted run with the same --output; no row is lost or repeated."""
     skip_bad: bool = False
     """Leave out invalid rows, and count them."""
-    max_batch_tokens: int = Limits.tokens
+    max_batch_tokens: Positive = Limits.tokens
     """Maximum tokens per forward (vLLM's max_num_batched_tokens)."""
     seed: int = 0
     """Seed of sampling."""

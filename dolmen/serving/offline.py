@@ -248,10 +248,6 @@ def check_options(config: GenerateConfig) -> None:
         raise ValueError("--input writes to a file: give --output FILE")
     config.sampling_params.check()
     check_stop(config.stop)
-    for name in ("num_samples", "max_input_tokens", "max_batch_tokens"):
-        value = to_dict(config)[name]
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}: use --{name.replace('_', '-')} 1 or more")
     adapters.check_name(config.adapter, adapters.parse_adapters(config.adapters))
     check_file(expand(config.input or ""))
 

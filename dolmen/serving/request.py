@@ -9,99 +9,77 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from dolmen.core.config import AboveZero, Count, NonNegative, Positive, config, require
 from dolmen.core.messages import plural
 from dolmen.model.spec import LatentAttentionSpec, ModelSpec, MoESpec, PositionSpan
 from dolmen.model.spec.positions import prefix_span
 from dolmen.serving.block_table import PAGE_SIZE
 
 
-@dataclass(frozen=True)
+def _is_bias(bias: Mapping[int, float]) -> bool:
+    """Return whether values may be added to logits: of ids from 0, and no NaN or +inf, as two
+    tokens at +inf would make NaN of the softmax.
+    """
+    return all(token >= 0 and value < math.inf for token, value in bias.items())
+
+
+Temperature = Annotated[
+    NonNegative,
+    # of a subnormal number too few bits are left to divide by it
+    require(lambda t: t == 0 or t >= sys.float_info.min, "0 (greedy), or at least 1e-307"),
+]
+TopP = Annotated[float, Field(gt=0, le=1)]
+MinP = Annotated[float, Field(ge=0, le=1)]
+LogitBias = Annotated[
+    Mapping[int, float], require(_is_bias, "ids of the vocabulary, and numbers or -inf")
+]
+
+
+@config()
 class SamplingParams:
     """Sampling parameters. By default tokens are sampled from the model's own distribution."""
 
-    temperature: float = 1.0
+    temperature: Temperature = 1.0
     """Logits are divided by it; 0 is greedy decoding."""
-    top_k: int | None = None
+    top_k: Positive | None = None
     """Sample from the k most likely tokens."""
-    top_p: float | None = None
+    top_p: TopP | None = None
     """Sample from the smallest set of most likely tokens whose probabilities sum to p or more."""
-    min_p: float | None = None
+    min_p: MinP | None = None
     """Sample from tokens with at least this fraction of the most likely token's probability."""
-    repetition_penalty: float = 1.0
+    repetition_penalty: AboveZero = 1.0
     """The logit of a token that the sequence has, prompt included, is divided by it if positive,
     else multiplied (1909.05858)."""
     presence_penalty: float = 0.0
     """Subtracted from the logit of a token that was generated before."""
     frequency_penalty: float = 0.0
     """Subtracted from the logit of a token for each time that it was generated before."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    logit_bias: LogitBias = field(default_factory=dict, hash=False)
     """Token id -> number added to its logit; -inf forbids it."""
-    min_new_tokens: int = 0
+    min_new_tokens: Count = 0
     """No stop token is sampled before this many new tokens."""
-    max_new_tokens: int = 64
+    max_new_tokens: Count = 64
     """Most new tokens; 0 reads the prompt alone."""
     stop: tuple[int, ...] = ()
     """Token ids that end the sequence, besides the EOS tokens of the model."""
 
     def check(self) -> None:
-        """Raise ValueError that names the option: for a value out of range, a filter (top_k, top_p,
-        min_p) at temperature 0, or min_new_tokens above max_new_tokens.
+        """Raise ValueError that names the option: for a filter (top_k, top_p, min_p) at temperature
+        0, or min_new_tokens above max_new_tokens.
         """
-        _check_temperature(self.temperature)
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}: use --top-k 1 or more")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}: use --top-p above 0, at most 1")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p is {self.min_p}: use --min-p of 0 to 1")
         # an option that changes nothing is a mistake
         drawing = (("--top-k", self.top_k), ("--top-p", self.top_p), ("--min-p", self.min_p))
         for name, value in drawing:
             if value is not None and not self.temperature:
                 raise ValueError(f"{name} has no effect without sampling: add --temperature 1")
-        # it divides and multiplies logits: 0 and inf would give NaN
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(
-                f"repetition_penalty is {self.repetition_penalty}: use --repetition-penalty above 0"
-            )
-        penalties = (("presence", self.presence_penalty), ("frequency", self.frequency_penalty))
-        for name, value in penalties:
-            if not math.isfinite(value):
-                raise ValueError(f"{name}_penalty is {value}: use --{name}-penalty with a number")
-        _check_bias(self.logit_bias)
-        # max 0 is allowed: the prompt alone is scored
-        for name, count in (("min", self.min_new_tokens), ("max", self.max_new_tokens)):
-            if count < 0:
-                raise ValueError(f"{name}_new_tokens is {count}: use --{name}-new-tokens 0 or more")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens ({self.min_new_tokens}) exceeds max_new_tokens "
                 f"({self.max_new_tokens}): increase --max-new-tokens"
-            )
-
-
-def _check_temperature(temperature: float) -> None:
-    """Raise ValueError for a temperature that is negative, not finite, or subnormal (below
-    2.2e-308).
-    """
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature is {temperature}: use --temperature 0 (greedy) or more")
-    if 0 < temperature < sys.float_info.min:  # too few bits are left to divide by it
-        raise ValueError(
-            f"temperature is {temperature}: use --temperature 0 (greedy), or at least 1e-307"
-        )
-
-
-def _check_bias(bias: Mapping[int, float]) -> None:
-    """Raise ValueError for a negative token id, NaN, or +inf; -inf is allowed."""
-    for token, value in bias.items():
-        # two tokens at +inf would make NaN of the softmax
-        if token < 0 or math.isnan(value) or value == math.inf:
-            raise ValueError(
-                f"logit_bias of token {token} is {value}: give ids of the vocabulary, and numbers "
-                "or -inf"
             )
 
 
@@ -188,30 +166,22 @@ class StepOutput:
     """Tokens that the model has read, drafts included."""
 
 
-@dataclass(frozen=True)
+@config("limits")
 class Limits:
     """Capacity of an engine."""
 
-    rows: int = 256
+    rows: Positive = 256
     """Most sequences of a forward, each sample counted (vLLM's max_num_seqs)."""
-    tokens: int = 1 << 12
+    tokens: Positive = 1 << 12
     """Most tokens of a forward (max_batch_tokens; vLLM's max_num_batched_tokens). A prompt with a
     bidirectional prefix is read whole, however long it is.
     """
-    pages: int | None = None
+    pages: Positive | None = None
     """Pages of the KV cache. Where they run out, the youngest sequence is preempted. None: as many
     as the sequences need.
     """
-    page: int = PAGE_SIZE
+    page: Positive = PAGE_SIZE
     """Tokens per page."""
-
-    def __post_init__(self) -> None:
-        """Raise ValueError for a limit below 1."""
-        # named as in the constructor
-        known = dict(rows=self.rows, tokens=self.tokens, pages=self.pages, page=self.page)
-        for name, value in known.items():
-            if value is not None and value < 1:
-                raise ValueError(f"limits.{name} is {value}: it must be at least 1")
 
 
 def check(model: ModelSpec, request: Request, limits: Limits) -> str | None:

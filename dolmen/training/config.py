@@ -4,6 +4,7 @@ checked in `training/checks/`.
 """
 
 import math
+import re
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import Annotated, Literal
@@ -19,6 +20,7 @@ from dolmen.core.config import (
     Seed,
     config,
     refuse_unreadable,
+    require,
 )
 from dolmen.core.messages import brief, choices
 from dolmen.data.config import DataConfig
@@ -84,21 +86,20 @@ class TrainConfig:
     """Length and arithmetic of the run."""
 
     steps: Positive | None = None
-    """Optimizer updates. Unset, with `tokens` and `epochs`: one pass over the training data, but at
-    least 20 steps.
+    """Optimizer updates; or --train.tokens, or --train.epochs. Without any of the three: one pass
+    over the training data, but at least 20 steps.
     """
     tokens: AboveZero | None = None
     """Length of the run in tokens, rounded up to whole batches, such as 1e9. Excludes steps."""
     epochs: AboveZero | None = None
-    """Length of the run in passes over the training data; with several sources, over the one that
-    lasts longest. Excludes steps.
+    """Passes over the training data; or --train.steps, or --train.tokens. With several sources,
+    over the one that lasts longest.
     """
     seed: Seed = 0
     """Seed of initial weights and of the order of data."""
     dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    """Arithmetic of forward and backward; weights at rest and optimizer state are float32. With
-    float64 weights and optimizer state are float64 too: on a CPU, to compare runs to 1e-12 in place
-    of 1e-6.
+    """Compute dtype. It is that of forward and backward; weights at rest and optimizer state are
+    float32. With float64 they are float64 too: on a CPU, to compare runs to 1e-12 in place of 1e-6.
     """
     precision: Precision | None = None
     """Compute matrix products inside layers in eight bits (docs/how-to/fp8.md), with scales from
@@ -237,15 +238,21 @@ class FinishConfig:
     """Report gzip -9 and xz -9 of the validation files next to the loss in bits per byte."""
 
 
+RunName = Annotated[
+    str,
+    require(re.compile(r"[^/.][^/]*").fullmatch, "a plain name: it is that of a folder in runs/"),
+]
+
+
 @config()
 class RunConfig:
     """One training run."""
 
-    name: str = "pretrain"
+    name: RunName = "pretrain"
     """Name of the run; its folder is runs/NAME unless --out is set."""
     init: Name | None = None
-    """Initial weights: a transformers directory, a hub id, a checkpoint of another run, or the URL
-    of one of these folders (`s3://bucket/model`). They determine the model.
+    """Initial model: a transformers directory, a hub id or another run. Also a checkpoint of a run,
+    or the URL of one of these folders (`s3://bucket/model`). Default: a new model.
     """
     model: ModelConfig | None = None
     """The model, as its config.json."""
@@ -254,11 +261,12 @@ class RunConfig:
     data: DataConfig = DataConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     reward: tuple[Name, ...] = ()
-    """Reward of a completion: `exact` (1 if it equals the row's `answer`, up to surrounding white
-    space), `regex:PATTERN` (1 if the pattern is found), `gsm8k` (1 if its last number is that of
-    the row's `answer`), `stub` (share of vowels, for trying out a run), `MODULE:FUNCTION`, called
-    as function(prompt, completion, row) -> number in a worker process, or the folder of a reward
-    model. Several are summed with weights: `0.7:gsm8k 0.3:models/reward`.
+    """Reward: exact, regex:PATTERN, gsm8k, stub, MODULE:FUNCTION or a reward model. `exact` (1 if
+    it equals the row's `answer`, up to surrounding white space), `regex:PATTERN` (1 if the pattern
+    is found), `gsm8k` (1 if its last number is that of the row's `answer`), `stub` (share of
+    vowels, for trying out a run), `MODULE:FUNCTION`, called as function(prompt, completion, row) ->
+    number in a worker process, or the folder of a reward model. Several are summed with weights:
+    `0.7:gsm8k 0.3:models/reward`.
     """
     environment: Name | None = None
     """Environment of multi-turn rollouts: `MODULE:FUNCTION`, called as function(prompt, turns, row)
@@ -277,16 +285,9 @@ class RunConfig:
     finish: FinishConfig = FinishConfig()
 
     def __post_init__(self):
-        """Raise ValueError for a model config that dolmen cannot read, and for a name of the run
-        that is no plain folder name.
-        """
+        """Raise ValueError for a model config that dolmen cannot read."""
         if self.model is not None:
             refuse_unreadable("model", self.model.config)
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise ValueError(
-                f"name is {brief(self.name)}: it must be a plain name, as it becomes the folder "
-                f"runs/NAME"
-            )
 
     @property
     def known_model(self) -> ModelConfig:

@@ -191,7 +191,7 @@ def test_export_and_verify(run, tmp_path):
             lambda: dolmen.export(tmp_path, tmp_path / "x"),
             "is neither a Megatron checkpoint .*, nor",
         ),
-        (lambda: dolmen.verify(made, length=0), "use length 1 or more"),
+        (lambda: dolmen.verify(made, length=0), "length is 0: it must be at least 1"),
         (lambda: dolmen.verify(tmp_path / "none"), "none: no such folder"),
         (lambda: dolmen.load(tmp_path / "none"), "none: no such folder"),
         (lambda: dolmen.load(tmp_path), "nor a run or checkpoint of dolmen"),
@@ -250,15 +250,15 @@ def test_generate(material):
     biased = exact.generate("abc", max_new_tokens=2, logit_bias={7: 1e4}, logprobs=None)
     assert biased.tokens == [7, 7] and biased.logprobs is None
     for options, said in (
-        ({"top_k": 0}, "use top_k 1 or more"),
-        ({"top_p": 0.0}, "use top_p above 0"),
-        ({"temperature": 1e-320}, "use temperature 0"),
+        ({"top_k": 0}, "^top_k is 0: it must be at least 1$"),
+        ({"top_p": 0.0}, "^top_p is 0.0: it must be over 0$"),
+        ({"temperature": 1e-320}, "^temperature is 1e-320: it must be 0 .greedy., or"),
         ({"prompt": "a\udcff"}, "is not UTF-8 text"),
         ({"max_new_tokens": 0}, "^max_new_tokens is 0: it must be at least 1$"),
         ({"max_new_tokens": 2.5}, "^max_new_tokens is 2.5: it must be a whole number$"),
         ({"seed": "one"}, "^seed is 'one': it must be a whole number$"),
         ({"top_k": True}, "^top_k is True: it must be a whole number$"),
-        ({"min_p": 2.0, "temperature": 1.0}, "use min_p of 0 to 1"),
+        ({"min_p": 2.0, "temperature": 1.0}, "^min_p is 2.0: it must be at most 1$"),
         ({"stop": ""}, "stop is empty"),
         ({"qqqq": 3}, "^unknown option 'qqqq': use one of min_new_tokens"),
         ({"max_tokens": 3}, "^unknown option 'max_tokens': did you mean max_new_tokens\\?$"),

@@ -182,10 +182,10 @@ def test_messages_are_written_by_the_chat_template(material, chatty, tmp_path):
     [
         ((), "in.jsonl, line 2: its prompt has 90 tokens, but max_position_embeddings is 64"),
         (("--stop", ""), "--stop is empty"),
-        (("--temperature", "-1"), "temperature is -1.0: use --temperature 0"),
+        (("--temperature", "-1"), "--temperature is -1.0: it must be at least 0"),
         (("--top-k", "3"), "--top-k has no effect"),
-        (("--num-samples", "0"), "num_samples is 0: use --num-samples 1 or more"),
-        (("--max-input-tokens", "0"), "max_input_tokens is 0"),
+        (("--num-samples", "0"), "--num-samples is 0: it must be at least 1"),
+        (("--max-input-tokens", "0"), "--max-input-tokens is 0"),
         (("--max-batch-tokens", "0"), "--max-batch-tokens"),
         (("--logit-bias", "5"), "logit_bias has '5': use --logit-bias ID:NUMBER"),
         (("--logit-bias", "900:1"), "the model's vocab_size is 300"),

@@ -184,7 +184,10 @@ def test_processes_of_a_cpu_ask_for_no_gpu(file):
         (("kubeflow", "run.yaml"), "missing --image"),
         (("kubeflow", "run.yaml", "--image", "x", "--volume", "A_b"), "--volume is 'A_b': it must"),
         (("skypilot", "run.yaml"), "nodes of SkyPilot share no folder"),
-        (("skypilot", "run.yaml", "--out", "/x", "--accelerator", "H100:4"), "give the type alone"),
+        (
+            ("skypilot", "run.yaml", "--out", "/x", "--accelerator", "H100:4"),
+            "it must be the type alone",
+        ),
         (("skypilot", "run.yaml", "--out", "/x", "--submit"), "--submit needs sky, which is not"),
     ],
 )

@@ -513,7 +513,7 @@ def test_verify_and_generate(material, monkeypatch, tmp_path):
             "num_attention_heads (4) is not divisible by tp (3)",
         ),
         (["verify", material.model, "--layout.tp", 0], "layout.tp is 0"),
-        (["verify", material.model, "--length", 0], "use --length 1 or more"),
+        (["verify", material.model, "--length", 0], "--length is 0: it must be at least 1"),
         (
             ["verify", material.model, "--against", "no/such/model/here"],
             "no/such/model/here: no such folder",
@@ -524,18 +524,18 @@ def test_verify_and_generate(material, monkeypatch, tmp_path):
         ),
         (
             ["generate", material.model, "--prompt", "a", "--temperature", -1],
-            "use --temperature 0 (greedy) or more",
+            "--temperature is -1.0: it must be at least 0",
         ),
         *(
             (["generate", "nowhere", "--prompt", "a", option, value], said)
             for option, value, said in (
-                ("--temperature", "1e-320", "is 1e-320: use --temperature 0 (greedy), or at least"),
+                ("--temperature", "1e-320", "is 1e-320: it must be 0 (greedy), or at least"),
                 ("--temperature", "inf", "temperature is inf: it must be finite"),
                 ("--temperature", "nan", "temperature is nan: it must be finite"),
                 ("--temperature", "warm", "--temperature is 'warm': it must be a number"),
-                ("--top-k", "0", "top_k is 0: use --top-k 1 or more"),
-                ("--top-k", "-3", "top_k is -3: use --top-k 1 or more"),
-                ("--top-p", "0", "top_p is 0.0: use --top-p above 0"),
+                ("--top-k", "0", "--top-k is 0: it must be at least 1"),
+                ("--top-k", "-3", "--top-k is -3: it must be at least 1"),
+                ("--top-p", "0", "--top-p is 0.0: it must be over 0"),
                 ("--top-p", "nan", "top-p is nan: it must be finite"),
                 ("--prompt", "ab\udcff", "UTF-8 cannot write it"),
                 ("--layout.tp", "0", "layout.tp is 0: it must be at least 1"),
@@ -554,7 +554,10 @@ def test_verify_and_generate(material, monkeypatch, tmp_path):
             ["generate", material.model, "--prompt", "a", "--max-new-tokens", 0],
             "--max-new-tokens is 0: it must be at least 1",
         ),
-        (["generate", material.model, "--prompt", "a", "--top-p", 3], "top_p"),
+        (
+            ["generate", material.model, "--prompt", "a", "--top-p", 3],
+            "--top-p is 3.0: it must be at most 1",
+        ),
     ):
         result = dolmen(*words)
         assert result.code == 2 and want in result.words and not result.out, result

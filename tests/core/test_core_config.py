@@ -20,6 +20,7 @@ from dolmen.core.config import (
     config,
     from_dict,
     refuse_unreadable,
+    require,
     to_dict,
 )
 from dolmen.families import ModelConfig, families
@@ -171,12 +172,14 @@ class Ranges:
     zero: Literal[0, 1] = 0
     inner: Inner = Inner()
     path: Name | None = None
+    even: Annotated[int, require(lambda n: n % 2 == 0, "even")] = 0
 
 
 @pytest.mark.parametrize(
     "values, said",
     [
         ({"path": ""}, "ranges.path is empty: give a name or None, or leave the option out"),
+        ({"even": 3}, "ranges.even is 3: it must be even"),
         ({"low": 0}, "ranges.low is 0: it must be at least 1"),
         ({"low": True}, "ranges.low is True: it must be a whole number"),
         ({"low": 2**53 + 1}, "ranges.low is 9007199254740993: it must be at most 9,007,199,254,7"),
@@ -199,6 +202,8 @@ def test_a_value_is_checked_wherever_it_comes_from(values, said):
     makers = [lambda: Ranges(**values), lambda: from_dict(Ranges, values, path="ranges")]
     if "lwo" not in values:
         makers.append(lambda: replace(Ranges(low=2), **values))
+    if "low" in values:
+        makers.append(lambda: Ranges(values["low"]))  # without a keyword
     for make in makers:
         with pytest.raises(ValueError) as refusal:
             make()

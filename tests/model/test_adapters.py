@@ -300,7 +300,7 @@ def test_other_targets_are_refused(options, said):
         (dict(rank=0), r"adapter.rank is 0: it must be at least 1"),
         (dict(rank=8, alpha=0.0), r"adapter.alpha is 0.0: it must be over 0"),
         (dict(rank=8, alpha=math.nan), r"adapter.alpha is nan"),
-        (dict(rank=8, targets=()), r"adapter.targets is empty: name a layer, such as q_proj"),
+        (dict(rank=8, targets=()), r"adapter.targets is \(\): it must be a layer, such as q_proj"),
         (dict(alpha=8.0), r"adapter.alpha is 8.0, but there are no adapters: set --adapter.rank"),
         (dict(targets=("q_proj",)), r"adapter.targets is .* set --adapter.rank, such as 8"),
     ],

@@ -110,7 +110,7 @@ def test_what_compares_with_no_other_model():
 @pytest.mark.parametrize("beta", [0.0, -1.0, math.inf, math.nan])
 def test_every_objective_of_preferences_checks_its_beta(beta):
     for make in (DPO, KTO, partial(ReferenceFreePreference, "orpo")):
-        with pytest.raises(ValueError, match=f"beta is {beta}: it must be over 0"):
+        with pytest.raises(ValueError, match=f"beta is {beta}: it must be "):
             make(beta=beta)
 
 
@@ -124,5 +124,5 @@ def test_every_loss_of_preferences_checks_its_beta(beta):
         lambda: simpo(two, two, lengths=(ones, ones), beta=beta),
         lambda: dpo(two, two, two, two, beta=beta),
     ):
-        with pytest.raises(ValueError, match=f"beta is {beta}: it must be over 0"):
+        with pytest.raises(ValueError, match=f"beta is {beta}: it must be "):
             call()

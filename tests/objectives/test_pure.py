@@ -530,7 +530,7 @@ REFUSED = {
     ),
     "half wrong": (
         lambda: preference.DPO(kind="robust", label_smoothing=0.5),
-        "label_smoothing is 0.5",
+        "label-smoothing is 0.5",
     ),
     "no beta": (lambda: preference.DPO(beta=0.0), "beta is 0.0"),
     "no lengths of what is chosen": (

@@ -233,14 +233,10 @@ def test_a_prompt_is_scored_without_a_new_token(model):
             dict(params=SamplingParams(stop=(VOCABULARY,))),
             f"logit_bias or stop has token {VOCABULARY}",
         ),
-        (dict(params=SamplingParams(temperature=-1)), "temperature is -1"),
         (
             dict(params=SamplingParams(min_new_tokens=65)),
             "exceeds max_new_tokens",
         ),
-        (dict(params=SamplingParams(repetition_penalty=0)), "repetition_penalty is 0"),
-        (dict(params=SamplingParams(min_p=1.5)), "min_p is 1.5"),
-        (dict(params=SamplingParams(logit_bias={1: math.nan})), "logit_bias of token 1 is nan"),
     ],
 )
 def test_what_has_no_meaning_is_refused(model, change, message):
@@ -248,6 +244,24 @@ def test_what_has_no_meaning_is_refused(model, change, message):
         with pytest.raises(ValueError, match=message):
             engine.add(Request(**dict(tokens=[1]) | change))
         assert not engine.busy
+
+
+@pytest.mark.parametrize(
+    "option, value, message",
+    [
+        ("temperature", 1e-320, "temperature is 1e-320: it must be 0 .greedy., or at least"),
+        ("repetition_penalty", 0, "repetition-penalty is 0: it must be over 0"),
+        ("presence_penalty", math.inf, "presence-penalty is inf: it must be finite"),
+        ("min_p", 1.5, "min-p is 1.5: it must be at most 1"),
+        ("min_new_tokens", -1, "min-new-tokens is -1: it must be at least 0"),
+        ("logit_bias", {1: math.nan}, "logit-bias is {1: nan}: it must be ids of the vocabulary"),
+        ("logit_bias", {1: math.inf}, "logit-bias is {1: inf}: it must be ids of the vocabulary"),
+        ("logit_bias", {-1: 2.0}, "logit-bias is {-1: 2.0}: it must be ids of the vocabulary"),
+    ],
+)
+def test_a_sampling_parameter_out_of_range_is_refused(option, value, message):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**{option: value})
 
 
 @pytest.mark.parametrize(

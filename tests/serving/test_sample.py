@@ -148,16 +148,16 @@ def test_uniform_numbers_differ_by_seed_id_sample_and_step():
 @pytest.mark.parametrize(
     "options, message",
     [
-        ((-0.5, None, None), "temperature is -0.5: use --temperature"),
-        ((math.nan, None, None), "temperature is nan"),
-        ((1.0, 0, None), "top_k is 0: use --top-k"),
-        ((1.0, None, 0.0), "top_p is 0.0: use --top-p"),
-        ((1.0, None, 1.5), "top_p is 1.5"),
+        ((-0.5, None, None), "--temperature is -0.5: it must be at least 0"),
+        ((math.nan, None, None), "--temperature is nan: it must be finite"),
+        ((1.0, 0, None), "--top-k is 0: it must be at least 1"),
+        ((1.0, None, 0.0), "--top-p is 0.0: it must be over 0"),
+        ((1.0, None, 1.5), "--top-p is 1.5: it must be at most 1"),
     ],
 )
 def test_meaningless_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        SamplingParams(*options).check()
+        SamplingParams(*options)
 
 
 def edge_rows(kind: str, distance: float) -> tuple[torch.Tensor, SamplingParams]:

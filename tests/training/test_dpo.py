@@ -302,12 +302,21 @@ def test_other_kinds(pairs, tmp_path, kind):
         (("--train.global-batch-size", 3), "a pair is two sequences"),
         (("--train.microbatch-size", 1), "a pair is two sequences"),
         (("--data.rows", "chats"), "do not fit together"),
-        (("--objective.label-smoothing", 0.5), "label_smoothing is 0.5"),
-        (("--objective.beta", 0), "beta is 0.0"),
-        (("--objective.rpo-alpha", -1), "rpo_alpha is -1.0"),
-        (("--objective.rpo-alpha", 1e300), "rpo_alpha is 1e+300"),
-        (("--objective.beta", 1e300), "beta is 1e+300"),
-        (("--objective.rpo-alpha", 1, "--objective.loss-type", "orpo"), "kind is orpo"),
+        (
+            ("--objective.label-smoothing", 0.5),
+            "objective.label-smoothing is 0.5: it must be less than 0.5",
+        ),
+        (("--objective.beta", 0), "objective.beta is 0.0: it must be over 0"),
+        (("--objective.rpo-alpha", -1), "objective.rpo-alpha is -1.0: it must be at least 0"),
+        (
+            ("--objective.rpo-alpha", 1e300),
+            "objective.rpo-alpha is 1e+300: it must be at most 1e+30",
+        ),
+        (("--objective.beta", 1e300), "objective.beta is 1e+300: it must be at most 1e+30"),
+        (
+            ("--objective.rpo-alpha", 1, "--objective.loss-type", "orpo"),
+            "objective.loss-type is orpo",
+        ),
     ],
 )
 def test_what_is_refused(pairs, tmp_path, more, message):

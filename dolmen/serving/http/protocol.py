@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dolmen.core.messages import cut
 from dolmen.files import gate
+from dolmen.serving.request import Temperature
 
 
 class ApiError(Exception):
@@ -101,7 +102,7 @@ class SamplingRequest(StrictModel):
 
     model: str
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[Temperature, Field(le=2)] | None = None
     top_p: Probability | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None

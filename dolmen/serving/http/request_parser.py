@@ -214,6 +214,8 @@ class RequestParser:
         specified: dict[str, Any] = {
             name: value for name, value in fields.items() if value is not None
         }
+        if body.top_k in (-1, 0):  # how vLLM and llama.cpp switch it off
+            specified["top_k"] = None
         params = replace(
             self.defaults, **specified, logit_bias=body.biases, max_new_tokens=new_tokens
         )
@@ -224,8 +226,6 @@ class RequestParser:
                 f"min_tokens ({body.min_tokens}) exceeds the most new tokens, {new_tokens}",
                 "min_tokens",
             )
-        if params.top_k in (-1, 0):  # how vLLM and llama.cpp switch it off
-            params = replace(params, top_k=None)
         if params.temperature == 0:
             # the defaults' filters would be errors for a greedy request
             params = replace(params, **dict.fromkeys(SAMPLING_ONLY))
