@@ -38,7 +38,7 @@ class RunCheckpoint(WeightsAlone):
 
     model: ModelConfig
     training: Training
-    """What training added to the model."""
+    """Router biases and adapters that training added to the model."""
     step: int
     run_model: ModelConfig
     """Model that was trained; `model` may have another config, for the same weights."""
@@ -78,7 +78,7 @@ class RunCheckpoint(WeightsAlone):
 
     @cached_property
     def _spec(self) -> ModelSpec:
-        """The same, computed once."""
+        """Spec of the parameters, computed once."""
         return replace(self.training, adapter=None).apply_to(self.model.spec)
 
     @property
