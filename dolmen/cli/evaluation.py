@@ -48,7 +48,7 @@ def run_evaluate(options: EvaluateConfig) -> int:
         first = not process.launched_here() and (started is None or started.local_rank == 0)
         text = tokenizer = None
         if options.tasks is not None:
-            tasks.check(options)
+            tasks.check_tasks(options)
             tokenizer = tokenizer_of(options, resolved.source)
         if options.data.path or options.tasks is None:
             text = open_text(

@@ -15,7 +15,7 @@ Scores = Mapping[str, Mapping[str, float]]
 """Task -> metric, as lm_eval names both -> number."""
 
 
-def check(config: TasksConfig) -> None:
+def check_tasks(config: TasksConfig) -> None:
     """Raise ValueError where --tasks is empty, lm_eval is not installed, or it does not know a
     task.
     """

@@ -2,6 +2,7 @@
 generation, critic.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from dolmen.conversion.source import ModelSource
@@ -32,7 +33,7 @@ REPLACED_BY_CRITIC = (
 
 def check_rollout(resolved: ResolvedRun) -> None:
     """Raise ValueError if objective, kind of data, rewards, environment and rollout options do not
-    fit together, or the layout cannot generate; and for options of rollouts in other runs than RL.
+    fit together; and for options of rollouts in other runs than RL. The layout is not checked.
     """
     run = resolved.config
     rewarded = bool(run.reward) or (run.objective.name == "grpo" and run.rollout.distills)
@@ -60,7 +61,6 @@ def check_rollout(resolved: ResolvedRun) -> None:
             "prompts and a reward (--reward exact, gsm8k, stub, regex:PATTERN, MODULE:FUNCTION or "
             "the folder of a reward model)"
         )
-    _check_rewards(resolved)
     if run.objective.name == "grpo":
         check_group_size(run.rollout)
     if run.rollout.distills and (run.reward or run.objective.reference is None):
@@ -69,8 +69,6 @@ def check_rollout(resolved: ResolvedRun) -> None:
             f"and no --reward: objective.reference is {run.objective.reference or 'none'}, reward "
             f"{' '.join(run.reward) or 'none'}"
         )
-    # raises ValueError where the iteration does not fit the batch, or is too far off-policy
-    run.rollout.updates(run.train.global_batch_size)
     if run.rollout.needs_reference and run.init is None and run.objective.reference is None:
         raise ValueError(
             f"rollout.beta ({run.rollout.beta}) or reward-kl-coef ({run.rollout.reward_kl_coef}) "
@@ -84,27 +82,38 @@ def check_rollout(resolved: ResolvedRun) -> None:
         )
     if run.rollout.routing_replay:
         _check_replay(run.train, run.spec)
-    _check_layout(run)
-    if resolved.draft is not None:
-        check_draft(resolved.draft.spec, run.spec)
+    _check_rewards(resolved)
+    # raises ValueError where the iteration does not fit the batch, or is too far off-policy
+    run.rollout.updates(run.train.global_batch_size)
     if run.rollout.weights == "int8":
         _check_int8(run)
+    if resolved.draft is not None:
+        check_draft(resolved.draft.spec, run.spec)
     if run.rollout.compile:
         check_compile(run.rollout.tp or run.layout.tp, run.train.device, "rollout.")
 
 
 def _check_rewards(resolved: ResolvedRun) -> None:
     """Raise ValueError for names of --environment and --reward that are not well formed or unknown,
-    and for a reward model that cannot score the run's tokens. User functions are not imported yet.
+    and for a reward model that has no scalar head, another vocabulary, or max_position_embeddings
+    <= the run's sequence length, as a prompt with its completion may have one token more. User
+    functions are not imported yet.
     """
-    run = resolved.config
+    run, tokenizer = resolved.config, resolved.config.data.tokenizer or resolved.tokenizer
     if run.environment is not None:
         function_worker.check_function_name(run.environment, "environment")
     for _, name in rewards.parse_rewards(run.reward):
-        if rewards.is_reward_model(name):
-            check_reward_model(resolved, name)
-        else:
+        if not rewards.is_reward_model(name):
             rewards.make_reward_function(name, run.rollout.timeout_seconds)
+    for name, source in resolved.rewards.items():
+        rewards.check_reward_model(name, source, run.spec.vocab_size, tokenizer)
+        most = source.spec.max_position_embeddings
+        if most <= run.sequence_length:
+            raise ValueError(
+                f"reward {name} reads {most} tokens (max_position_embeddings), but a prompt with "
+                "its completion may have one more than train.sequence-length "
+                f"({run.sequence_length}): set --train.sequence-length {most - 1} or less"
+            )
 
 
 def _check_replay(train: TrainConfig, model: ModelSpec) -> None:
@@ -147,9 +156,10 @@ def _check_int8(run: RunConfig) -> None:
     check_int8(run.spec, "cuda" if run.train.device == "cuda" else "cpu", sharded=False)
 
 
-def _check_layout(run: RunConfig) -> None:
+def check_rollout_layout(run: RunConfig, reward_models: Mapping[str, ModelSource]) -> None:
     """Raise ValueError if the tensor parallelism of rollouts (--rollout.tp, else the layout's) does
-    not divide the number of processes, or does not fit the model.
+    not divide the number of processes, or does not fit the model, or the run's layout does not
+    divide one of the reward models (name -> source).
     """
     world, tp = run.layout.world, run.rollout.tp or run.layout.tp
     if world % tp:
@@ -157,10 +167,13 @@ def _check_layout(run: RunConfig) -> None:
             f"rollout.tp ({tp}) is not a divisor of the run's "
             f"{plural(world, 'process', 'processes')}: set another --rollout.tp"
         )
-    try:
-        Layout(tp=tp, dp=world // tp).check_model(run.spec)
-    except ValueError as error:
-        raise ValueError(f"--rollout.tp {tp}: {error}") from None
+    layouts = {f"--rollout.tp {tp}": (Layout(tp=tp, dp=world // tp), run.spec)}
+    layouts |= {f"--reward {n}": (run.layout, source.spec) for n, source in reward_models.items()}
+    for option, (layout, spec) in layouts.items():
+        try:
+            layout.check_model(spec)
+        except ValueError as error:
+            raise ValueError(f"{option}: {error}") from None
 
 
 def check_group_size(config: RolloutConfig) -> None:
@@ -180,27 +193,6 @@ def check_group_size(config: RolloutConfig) -> None:
             f"but with rollout.num-generations {config.num_generations} every group has equal "
             "rewards: set --rollout.max-resamples 0, or more generations"
         )
-
-
-def check_reward_model(resolved: ResolvedRun, name: str) -> None:
-    """Raise ValueError where the reward model `name` has no scalar head, another vocabulary, a
-    shape that the layout does not divide, or max_position_embeddings <= the run's sequence length,
-    as a prompt with its completion may have one token more.
-    """
-    run, source = resolved.config, resolved.rewards[name]
-    tokenizer, spec = run.data.tokenizer or resolved.tokenizer, source.spec
-    rewards.check_reward_model(name, source, run.spec.vocab_size, tokenizer)
-    if spec.max_position_embeddings <= run.sequence_length:
-        raise ValueError(
-            f"reward {name} reads {spec.max_position_embeddings} tokens "
-            "(max_position_embeddings), but a prompt with its completion may have one more than "
-            f"train.sequence-length ({run.sequence_length}): set --train.sequence-length "
-            f"{spec.max_position_embeddings - 1} or less"
-        )
-    try:
-        run.layout.check_model(spec)
-    except ValueError as error:
-        raise ValueError(f"--reward {name}: {error}") from None
 
 
 def check_ppo(resolved: ResolvedRun) -> None:

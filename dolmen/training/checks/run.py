@@ -89,7 +89,7 @@ def check_evaluation(
     --evaluate.samples, with its new tokens, is too long for the model.
     """
     if options.tasks is not None:
-        tasks.check(options)
+        tasks.check_tasks(options)
     if options.samples is None:
         return
     for number, prompt in enumerate(read_prompts(options.samples), 1):
@@ -299,15 +299,17 @@ def validate_computation(resolved: ResolvedRun) -> None:
     ValueError.
     """
     config = resolved.config
-    check_finish(config)
     if config.spec.blanks is not None:
         config.spec.blanks.check()
     check_length(config)
-    rollout.check_rollout(resolved)
-    rollout.check_ppo(resolved)
-    check_objective(resolved)
-    check_layout(config)
     check_precision(config)
+    rollout.check_ppo(resolved)
+    rollout.check_rollout(resolved)
+    check_objective(resolved)
+    check_finish(config)
+    check_layout(config)
+    if config.objective.uses_rollouts:
+        rollout.check_rollout_layout(config, resolved.rewards)
     check_exact(config)
 
 
