@@ -64,7 +64,7 @@ def evaluate_tasks(
         # as --tasks has it
         names = tasks if isinstance(tasks, str) else ",".join(tasks)
         config = build_config(EvaluateConfig, COMMAND_ONLY, source=source, tasks=names, **options)
-        harness.check(config)
+        harness.check_tasks(config)
         opened = open_source(config.source)
         tokenizer = model.tokenizer_of(config, opened)
         unknown.warn(opened.model)

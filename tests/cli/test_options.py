@@ -570,6 +570,16 @@ def test_the_short_help_of_pretraining_has_every_axis_of_few_gpus():
     assert {"layout.tp", "layout.dp", "layout.pp"} <= {*SHORT["pretrain"].options}
 
 
+def test_the_short_help_is_made_of_the_help_of_the_options():
+    """The first sentence of an option, and its choices; the rows are those of the recipe's data."""
+    shown = " ".join(dolmen("train", "grpo", "--help").out.split())
+    assert (
+        "--rollout.loss-type Policy loss (grpo, bnpo, dr-grpo, dapo, gspo, cispo) [grpo] " in shown
+    )
+    assert "--optimizer.lr Peak learning rate [1e-06] " in shown
+    assert "--data.path Rows with a `prompt` or `messages` (needed) " in shown
+
+
 def test_every_run_has_a_short_help(tmp_path):
     """Of a recipe without one of its own, and of a file, that of its objective."""
     for name in RECIPES:
