@@ -7,7 +7,7 @@ from tiny_models import Flat, flat_model
 from dolmen.conversion import hf_export
 from dolmen.conversion.weights import assemble, join_stored, split_stored
 from dolmen.families import ModelConfig, weight_map
-from dolmen.families.rules import Rename, Split, Transpose, entries
+from dolmen.families.rules import BareParameter, Each, Paired, Rename, Split, Transpose, entries
 
 QKV = ("layers.{}.attn.q", "layers.{}.attn.k", "layers.{}.attn.v")
 
@@ -45,6 +45,31 @@ def test_transpose_of_a_split_is_views():
     assert [tuple(p.shape) for p in parts] == [(4, 4)] * 3
     assert all(p.untyped_storage().data_ptr() == stored.untyped_storage().data_ptr() for p in parts)
     assert torch.equal(join_stored(rule, parts), stored) and rule.shape([(4, 4)] * 3) == (4, 12)
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("sizes", [(24,), (24, 18)])
+def test_each_rule_has_an_inverse(heads, sizes):
+    """To the bit, in both orders: what is split is joined, and what is joined is split."""
+    split = Split("hf", ("a", "b"), 2, (2, 1))
+    inner = [Rename("hf", "a"), split, Transpose(Rename("hf", "a")), Transpose(split)]
+    stacked = [rule for one in inner for rule in (Each(one), BareParameter(Each(one)))]
+    single = [*inner, Paired("hf", "a", heads), BareParameter(Rename("hf", "a"))]
+    for rule in [*single, *stacked]:
+        stored = torch.randn(*([4] if rule in stacked else []), *sizes)
+        parts = list(split_stored(rule, stored))
+        back = join_stored(rule, parts)
+        assert torch.equal(back, stored), rule
+        assert all(map(torch.equal, split_stored(rule, back), parts)), rule
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_neighbours_of_a_head_become_its_halves(heads):
+    """By complex numbers: real parts of a head, then its imaginary parts."""
+    stored = torch.randn(heads * 8, 5)
+    pairs = torch.view_as_complex(stored.view(heads, 4, 2, 5).movedim(2, -1).contiguous())
+    (ours,) = split_stored(Paired("hf", "a", heads), stored)
+    assert torch.equal(ours.view(heads, 2, 4, 5), torch.stack([pairs.real, pairs.imag], 1))
 
 
 def test_parameters_without_a_rule_raise():

@@ -20,6 +20,8 @@ from dolmen.training.profile_table import (
     PRODUCTS,
     STEP,
     WAITING,
+    KindRow,
+    ProfileTable,
     tabulate,
 )
 
@@ -289,3 +291,23 @@ def test_waiting_for_others_is_what_a_collective_took_beyond_the_least():
 def test_a_trace_of_something_else_is_refused():
     with pytest.raises(ValueError, match="has no range 'dolmen: step'"):
         tabulate(recorded([op("aten::mm", 0, 1)]))
+
+
+def test_lines_have_shares_milliseconds_and_calls():
+    """Work that overlaps is told from over a tenth of a millisecond on."""
+    rows = (
+        KindRow(PRODUCTS, 0.6, 1412, 0.7),
+        KindRow(ATTENTION, 0.3, 1, 0.3001),
+        KindRow(IDLE, 0.0, 0, 1e-4),
+        KindRow(NORMS, 0.0, 2, 1.1e-4),
+    )
+    overlapped = "overlapped with other work"
+    lines = ProfileTable(1.2, False, rows, 0.25).lines()
+    assert lines == [
+        f"{PRODUCTS:27} 50.0 %      600.0 ms   1,412 calls; 100.0 ms more {overlapped}",
+        f"{ATTENTION:27} 25.0 %      300.0 ms       1 calls",
+        f"{IDLE:27}  0.0 %        0.0 ms ",
+        f"{NORMS:27}  0.0 %        0.0 ms       2 calls; 0.1 ms more {overlapped}",
+        "of these 250.0 ms were recomputation of forward",
+    ]
+    assert len(ProfileTable(1.2, False, rows, 0.0).lines()) == 4
