@@ -252,7 +252,7 @@ class Hooks:
         """Note, before the decoder's forward, which rows of the batch its pipeline stage computes:
         a forward pre-hook.
         """
-        self.rows = self.rows_of(options.get("part", 0))
+        self.rows = self.rows_of(options["part"])
 
     def _end(self, *_: object) -> None:
         """Stop recording after the decoder's forward, until the next one: a forward hook."""
