@@ -7,7 +7,7 @@ places that break it.
 import ast
 import importlib
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -234,6 +234,50 @@ def wide_digits(path: str) -> Iterator[str]:
 def test_patterns_take_no_digits_of_other_scripts():
     r"""`\d` has 650 of them besides [0-9], in names of files and tensors that anybody chooses."""
     assert_none(wide_digits)
+
+
+def is_set(node: ast.AST, variables: Collection[str] = ()) -> bool:
+    """Whether an expression is a set: by its form, or a variable that one was assigned to."""
+    match node:
+        case ast.Set() | ast.SetComp() | ast.Call(func=ast.Name("set" | "frozenset")):
+            return True
+        case ast.Call(func=ast.Attribute(attr="union" | "intersection" | "difference")):
+            return True
+        case ast.BinOp(left, ast.Sub() | ast.BitAnd() | ast.BitOr() | ast.BitXor(), right):
+            sides = (left, right)
+            return any(is_set(side) or source_of(side).endswith(".keys()") for side in sides)
+        case ast.Name(name):
+            return name in variables
+    return False
+
+
+def orders_of_sets(path: str) -> Iterator[str]:
+    for function in nodes(path):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        inside = [*ast.walk(function)]
+        variables = {
+            node.targets[0].id
+            for node in inside
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and is_set(node.value)
+        }
+        for node in inside:
+            match node:
+                case ast.Call(func=ast.Name("list" | "tuple" | "iter" | "enumerate"), args=[whole]):
+                    taken = is_set(whole, variables)
+                case ast.Call(func=ast.Attribute(attr="join"), args=[whole]):
+                    taken = is_set(whole, variables)
+                case _:
+                    taken = False
+            if taken:
+                yield f"{path}:{node.lineno}: {source_of(node)[:80]}: sort it, or keep a dict"
+
+
+def test_no_order_is_that_of_a_set():
+    """Of text it differs from process to process: ranks, files and messages would differ too."""
+    assert_none(orders_of_sets)
 
 
 def test_no_folder_has_the_name_of_a_function():

@@ -154,7 +154,8 @@ def fields(
         """Return a top-level field under its standard name, with the family's own name as
         an alias.
         """
-        return Field(name, kind, default, aliases=tuple({outer[name]} - {name}))
+        aliases = () if outer[name] == name else (outer[name],)
+        return Field(name, kind, default, aliases=aliases)
 
     def add_alias(field: Field) -> Field:
         """Return the field, with the family's top-level name as one more name for the
