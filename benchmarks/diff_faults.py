@@ -63,7 +63,9 @@ MODELS: dict[str, Callable[[], ModelConfig]] = {
     "gemma2": lambda: model_from_fields(
         "gemma2", LLAMA_LIKE | dict(head_dim=8, query_pre_attn_scalar=8, sliding_window=6)
     ),
-    "qwen3": lambda: model_from_fields("qwen3", LLAMA_LIKE | dict(head_dim=8)),
+    "qwen3": lambda: model_from_fields(
+        "qwen3", LLAMA_LIKE | dict(head_dim=8, num_key_value_heads=1)
+    ),
     "gpt2": lambda: model_from_fields(
         "gpt2",
         dict(vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=64),
