@@ -3,7 +3,7 @@ hardware, the dtype and the sizes. No layer reads a tensor's device, so a fake o
 takes the road of an H100 where one is named, and what a run will call is known before it starts.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -138,7 +138,7 @@ def choose(
     dtype: torch.dtype,
     head_dim: int,
     widths: Iterable[int] = (),
-    attends: Iterable[Attend] = (),
+    attends: Sequence[Attend] = (),
     fp8: Fp8 | None = None,
     one_by_one: bool = False,
     attention: AttentionChoice = AttentionChoice(),
@@ -177,13 +177,12 @@ def attention_needs(
     hardware: Hardware,
     dtype: torch.dtype,
     head_dim: int,
-    attends: Iterable[Attend] = (),
+    attends: Sequence[Attend] = (),
     deterministic: bool = False,
 ) -> AttentionNeeds:
     """Return what a model with heads of up to `head_dim` and the layers `attends` asks of an
     attention backend.
     """
-    attends = tuple(attends)
     features: dict[Feature, bool] = {
         "window": any(attend.window is not None for attend in attends),
         "soft cap": any(attend.soft_cap is not None for attend in attends),

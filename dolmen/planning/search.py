@@ -43,8 +43,6 @@ def changes(question: Question, choice: LayoutChoice, now: float) -> Iterator[Ch
     here = question.fullest_bytes(choice)
     tried = []
     for other in dict.fromkeys(neighbours(question, choice)):
-        if other == choice:  # of what has no effect, such as ZeRO where dp is 1
-            continue
         size = question.fullest_bytes(other)
         seconds = question.pricing.full(other).estimate.seconds
         if seconds >= now and size > LESS * here:

@@ -9,10 +9,17 @@ from matplotlib.figure import Figure
 from dolmen.core.log import size
 from dolmen.families.adapters import AdapterConfig
 from dolmen.families.model import model_from_fields
-from dolmen.objectives.reward import BINS
+from dolmen.objectives.reward import BINS, CalibratedRewardLoss, PairwiseRewardLoss
 from dolmen.training import evaluate, report
 from dolmen.training.config import RunConfig
-from dolmen.training.evaluate import Calibration, SourceValidation, describe_source
+from dolmen.training.evaluate import (
+    NEXT_TOKEN,
+    Calibration,
+    CrossEntropy,
+    SourceValidation,
+    describe_source,
+    validation_objective,
+)
 
 
 def calibration() -> Calibration:
@@ -130,3 +137,12 @@ def test_of_the_products_those_in_eight_bits_are_told():
     )
     said = "75% of its matrix multiply-adds, the rest in bfloat16"
     assert report.describe_fp8(run) == said
+
+
+def test_validation_has_the_loss_of_training_and_of_language_models_that_of_plain_text():
+    rewards = validation_objective(PairwiseRewardLoss(0.25, 0.5))
+    assert rewards == CalibratedRewardLoss(center=0.25, margin=0.5)
+    assert type(rewards) is CalibratedRewardLoss
+    assert validation_objective(CrossEntropy()) is NEXT_TOKEN
+    other = SimpleNamespace()
+    assert validation_objective(other) is other  # pyright: ignore[reportArgumentType]
