@@ -137,7 +137,7 @@ def test_memory_of_a_rank_is_a_column_below_the_limit(pp):
             assert hint.startswith(f"rank {rank}, {fill.title}: ")
             base += kinds[kind] / GIB
     totals = [f"{plan.ranked[0].memory[rank].total / GIB:.1f}" for rank in ranks]
-    assert texts(axes) == (totals if pp == 8 else []) + ["a100: 80 GiB"]
+    assert texts(axes) == (totals if pp == 8 else []) + ["a100: 80.00 GiB"]
     assert axes.lines[0].get_ydata() == [80, 80] and axes.get_ylim()[1] > 80
 
 

@@ -142,7 +142,7 @@ def test_memory_stacks_to_what_a_stage_holds():
     first = hints(svg, "rank 0, ")
     assert {*first} == {fill.title for fill in figures.KINDS.values()}
     assert sum(first.values()) == pytest.approx(plan.ranked[0].memory[0].total / GIB, rel=1e-3)
-    assert "a100: 80 GiB" in svg and svg.count("<title>rank ") == 8 * len(figures.KINDS)
+    assert "a100: 80.00 GiB" in svg and svg.count("<title>rank ") == 8 * len(figures.KINDS)
 
 
 def test_memory_follows_the_schedule():
