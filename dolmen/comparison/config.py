@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from dolmen.core.config import Below1, Mark, NonNegative, Positive, config
+from dolmen.core.config import Below1, LocalName, Mark, NonNegative, Positive, config
 from dolmen.model.layout import Layout
 from dolmen.optim.config import OptimizerConfig
 
@@ -75,7 +75,7 @@ class DiffConfig:
     optimizer: Update = Update()
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes the GPUs if any are visible, else the CPU."""
-    json: str | None = None
+    json: LocalName | None = None
     """JSON file to write all comparisons to."""
 
 

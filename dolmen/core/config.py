@@ -40,6 +40,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Validat
 from pydantic.dataclasses import dataclass as checked_dataclass
 from pydantic_core import ArgsKwargs, ErrorDetails, PydanticCustomError, core_schema
 
+from dolmen.core.filesystem import is_url
 from dolmen.core.messages import brief, choices, cut, did_you_mean
 
 if TYPE_CHECKING:
@@ -76,6 +77,12 @@ def require(holds: Callable[[Any], Any], expected: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+LocalName = Annotated[
+    Name, require(lambda name: not is_url(name), "a path of this machine, not a URL")
+]
+"""Path of a file or folder to write; a URL would be the name of a folder such as `s3:`."""
 
 
 class CustomValue(ABC):

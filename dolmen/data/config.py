@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dolmen.core.config import Name, Positive, config
+from dolmen.core.config import LocalName, Name, Positive, config
 from dolmen.core.filesystem import expand
 
 ChatRows = Literal["chats", "pairs", "completions"]
@@ -30,7 +30,7 @@ class TokenConfig:
     """End-of-document token, for a tokenizer that defines none."""
     text_field: str = "text"
     """Field (.jsonl, .json) or column (.parquet, hub) that holds the text."""
-    cache: Name | None = None
+    cache: LocalName | None = None
     """Folder of the token cache, which is built once and reused until the data or the tokenizer
     changes. Default: ~/.cache/dolmen. Folders in it may be deleted at any time and are rebuilt when
     needed.
@@ -59,7 +59,7 @@ class TokenizeConfig:
     --data.path` read it.
     """
 
-    to: Name
+    to: LocalName
     """PREFIX of the two files; neither may exist."""
     data: TokenConfig = TokenConfig()
 

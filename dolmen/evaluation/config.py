@@ -3,7 +3,17 @@
 from dataclasses import asdict
 from typing import Annotated, Literal
 
-from dolmen.core.config import AboveZero, Count, Mark, Name, NonNegative, Positive, config, require
+from dolmen.core.config import (
+    AboveZero,
+    Count,
+    LocalName,
+    Mark,
+    Name,
+    NonNegative,
+    Positive,
+    config,
+    require,
+)
 from dolmen.data.config import TextConfig
 from dolmen.model.layout import Layout, TensorParallelLayout
 from dolmen.serving.config import Numerics
@@ -131,7 +141,7 @@ class EvaluateConfig(Numerics, TasksConfig):
     """Tokens between the starts of two successive windows. Smaller than --window, windows overlap:
     each token is predicted from more context, at a higher cost. Default: --window, without overlap.
     """
-    json: Name | None = None
+    json: LocalName | None = None
     """JSON file to write the numbers to."""
     data: TextConfig = TextConfig()
     layout: Axes = Axes()

@@ -3,7 +3,7 @@
 import re
 from typing import Annotated
 
-from dolmen.core.config import Count, Mark, Name, Positive, config, require
+from dolmen.core.config import Count, LocalName, Mark, Name, Positive, config, require
 
 Label = Annotated[
     str,
@@ -31,7 +31,7 @@ class JobConfig:
     """Folder of the run, which all nodes must share. Default: runs/NAME, in the mounted volume if
     there is one.
     """
-    file: Name | None = None
+    file: LocalName | None = None
     """Job file to write. Default: the name of the run, in the current folder."""
     submit: bool = False
     """Submit the job file after writing it."""

@@ -7,6 +7,7 @@ from pydantic import Field
 from dolmen.core.config import (
     AboveZero,
     Below1,
+    LocalName,
     Mark,
     Name,
     NonNegative,
@@ -38,7 +39,7 @@ class DryrunConfig:
     """Run every microbatch of the step, in place of the pipeline's steady state once."""
     max_load: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Load of each rank's experts relative to perfect balance, in tokens."""
-    json: Name | None = None
+    json: LocalName | None = None
     """JSON file to write the counts to."""
 
 
@@ -137,11 +138,11 @@ class PlanConfig:
     """Years over which a purchased node is depreciated."""
     kilowatt_hour: Annotated[float, Field(ge=0, lt=1e30)] = 0.0
     """Price of a kilowatt hour, for purchased nodes."""
-    as_recipe: Name | None = None
+    as_recipe: LocalName | None = None
     """YAML file to write the fastest layout to, as a recipe for `dolmen train`."""
-    json: Annotated[Name | None, ValueOptional("-")] = None
+    json: Annotated[LocalName | None, ValueOptional("-")] = None
     """JSON file to write the plan to. `-` or no value prints the JSON in place of the table."""
-    report: Name | None = None
+    report: LocalName | None = None
     """HTML file to write, or a folder to write index.html to."""
     measure: bool = False
     """Measure this machine for a few seconds and save it as the cluster `local`. Needs no model."""
@@ -203,7 +204,7 @@ class ScheduleOptions:
     """Chunks of layers per rank. Default: 1, or 2 where the schedule needs several; those of
     the file; search tries both.
     """
-    out: Name | None = None
+    out: LocalName | None = None
     """File to write: the picture, .svg or .png, or the actions, .txt or .yaml, as
     --layout.schedule takes them.
     """

@@ -12,6 +12,7 @@ from pydantic import Field
 from dolmen.core.config import (
     AboveZero,
     Count,
+    LocalName,
     Mark,
     Name,
     NonNegative,
@@ -207,7 +208,7 @@ class GenerateConfig(Decoding, Sampling):
     """File of prompts: a .jsonl with `prompt`, `query` or `messages` in each row, or a .txt with a
     prompt per line.
     """
-    output: str | None = None
+    output: LocalName | None = None
     """File to write: the input rows, with `text`, `tokens` and `finish_reason` added."""
     adapters: tuple[str, ...] = ()
     """LoRA adapters of the model, NAME=FOLDER each: folders of PEFT or dolmen export --adapters, or
@@ -219,7 +220,7 @@ class GenerateConfig(Decoding, Sampling):
     """Text that ends a completion and is not part of it."""
     num_samples: Positive = 1
     """Independent samples per row of a file, written as `samples`."""
-    best: str | None = None
+    best: LocalName | None = None
     """Second file to write: each row with its sample of the highest --reward, and its `reward`;
     rows without a reward are left out.
     """

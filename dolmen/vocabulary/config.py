@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dolmen.core.config import Mark, Name, Seed, config
+from dolmen.core.config import LocalName, Mark, Name, Seed, config
 
 BYTES, FRAME = 256, 3  # pieces of bytes; unknown, beginning and end of a text
 
@@ -36,7 +36,7 @@ class VocabTrainConfig:
     """Algorithm. unigram, bpe: sentencepiece's, with byte fallback. byte-bpe: byte-level BPE of
     `tokenizers`, like that of GPT-2 and Llama 3.
     """
-    to: Name
+    to: LocalName
     """Folder to write; it must be empty or not exist."""
     data: VocabText = VocabText()
     max_bytes: Annotated[int, Field(ge=1000)] = 500_000_000
@@ -71,7 +71,7 @@ class VocabMergeConfig:
     """Tokenizer that is extended: its folder or tokenizer.model, or a model that has one."""
     new: Annotated[Name, Mark.POSITIONAL]
     """Tokenizer whose tokens are appended, except those that the base has."""
-    to: Name
+    to: LocalName
     """Folder to write; it must be empty or not exist."""
     data: VocabText = VocabText()
     """Held-out text; characters and bytes per token are reported for it."""
@@ -89,7 +89,7 @@ class VocabExtendConfig:
     """A transformers directory or hub id, a run or a checkpoint of one, a Megatron checkpoint."""
     tokenizer: Name
     """Folder of the merged tokenizer (dolmen vocab merge); its first tokens are the model's."""
-    to: Name
+    to: LocalName
     """Folder to write; it must be empty or not exist."""
     init: Literal["mean", "random", "zero"] = "mean"
     """Initial values of new rows. mean: the mean of the rows of the old tokens into which the old

@@ -24,7 +24,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from pydantic import Field
 
-from dolmen.core.config import Mark, Name, Port, config
+from dolmen.core.config import LocalName, Mark, Name, Port, config
 from dolmen.core.filesystem import expand, is_url
 from dolmen.core.messages import os_error_as_value, plural
 from dolmen.files import gate, storage, write
@@ -50,7 +50,7 @@ class ShowConfig:
 
     runs: Annotated[tuple[str, ...], Mark.POSITIONAL] = ()
     """Folders of runs, or their URLs, of which a copy is read."""
-    out: Name = "show.html"
+    out: LocalName = "show.html"
     """HTML file to write; it is self-contained."""
     serve: bool = False
     """Serve the page in place of writing it, and update it during training, until Ctrl-C. Its

@@ -627,6 +627,33 @@ def test_an_empty_name_is_none(material, tmp_path, monkeypatch, option):
         assert not os.listdir(tmp_path)
 
 
+LOCAL = (
+    "tokenize --data.path x --data.tokenizer y --to",
+    "vocab train --data.path x --size 300 --kind bpe --to",
+    "vocab merge a b --to",
+    "vocab extend a --tokenizer b --to",
+    "generate a --input x --output",
+    "generate a --input x --output y --best",
+    "train quickstart --data.cache",
+    "launch slurm run.yaml --nodes 2 --file",
+    "show a --out",
+    "schedule 1f1b --out",
+    "plan a --report",
+    "plan a --as-recipe",
+    *(f"{verb} --json" for verb in ("plan a", "dryrun gpt-1t", "diff a b", "evaluate a")),
+)
+
+
+def test_what_is_written_to_no_url_is_not_written_to_a_folder_named_like_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words in LOCAL:
+        result = dolmen(*words.split(), "s3://a/b")
+        option = words.split()[-1].removeprefix("--")
+        assert result.code == 2, words
+        assert f"{option} is 's3://a/b': it must be a path of this machine" in result.words, words
+        assert not os.listdir(tmp_path)
+
+
 def test_an_export_to_an_empty_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = dolmen("export", tmp_path, "--to", "")

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from dolmen.core.config import (
     LARGEST,
+    LocalName,
     Name,
     Positive,
     Seed,
@@ -172,6 +173,7 @@ class Ranges:
     zero: Literal[0, 1] = 0
     inner: Inner = Inner()
     path: Name | None = None
+    to: LocalName | None = None
     even: Annotated[int, require(lambda n: n % 2 == 0, "even")] = 0
 
 
@@ -180,6 +182,10 @@ class Ranges:
     [
         ({"path": ""}, "ranges.path is empty: give a name or None, or leave the option out"),
         ({"even": 3}, "ranges.even is 3: it must be even"),
+        (
+            {"to": "s3://a/b"},
+            "ranges.to is 's3://a/b': it must be a path of this machine, not a URL",
+        ),
         ({"low": 0}, "ranges.low is 0: it must be at least 1"),
         ({"low": True}, "ranges.low is True: it must be a whole number"),
         ({"low": 2**53 + 1}, "ranges.low is 9007199254740993: it must be at most 9,007,199,254,7"),
