@@ -34,7 +34,6 @@ from dolmen.serving.config import GenerateConfig, Sampling
 from dolmen.serving.generation import (
     EncodedPrompt,
     apply_generation_config,
-    check_stop,
     check_text,
     encode,
     generate_samples,
@@ -95,7 +94,6 @@ def build_generate_config(
         **values,
     )
     config.sampling_params.check()
-    check_stop(config.stop)
     return config
 
 

@@ -28,7 +28,6 @@ from dolmen.serving.engine import open_engine, require_finite
 from dolmen.serving.generation import (
     Detokenizer,
     apply_generation_config,
-    check_stop,
     check_text,
     encode,
 )
@@ -228,7 +227,6 @@ def run_chat(options: ChatConfig) -> int:
     """
     with as_bad_input():
         options.sampling_params.check()
-        check_stop(options.stop)
         resolved = processes.resolve(
             "chat",
             [options.folder, *options.speculative.models],

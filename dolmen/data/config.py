@@ -78,7 +78,7 @@ class DataConfig(TextConfig):
     """Text to validate on, given like --data.path; documents of it are not trained on. Default: a
     fraction of the documents is held out.
     """
-    validation_fraction: float = 0.03
+    validation_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.03
     """Share of the documents in the validation split. It has no effect with --data.validation. They
     are chosen by a hash of their text: neither the seed, the tokenizer nor the order of the files
     matters, and copies in all sources are held out together. Of a single document, the end is held

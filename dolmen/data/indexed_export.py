@@ -11,6 +11,7 @@ from dolmen.core.filesystem import expand
 from dolmen.data.config import DataConfig, TokenizeConfig
 from dolmen.data.corpus import Corpus
 from dolmen.data.inputs import check_inputs, open_corpus
+from dolmen.data.sources import single_source
 from dolmen.data.tokenizer import vocabulary_size
 from dolmen.files import indexed
 
@@ -39,11 +40,7 @@ def tokenize(config: TokenizeConfig, progress: bool = True) -> Tokenized:
     indexed.check_free(file)
     data = DataConfig(**asdict(config.data), validation_fraction=0)
     inputs = check_inputs(data, None, None, sequence_length=0, progress=progress)
-    if inputs.sources[0].weight is not None:
-        raise ValueError(
-            "--data.path: weights are for training mixtures; all text is written: leave them out"
-        )
-    (source,) = inputs.sources
+    source = single_source(inputs.sources)
     # through the token cache: a later run with the same text is ready
     corpus = open_corpus(source, data, inputs, progress)
     dtype = indexed.dtype_of(vocabulary_size(inputs.tokenizer))

@@ -54,12 +54,6 @@ def check_inputs(
         (validation,) = resolve_sources(
             [config.validation], "--data.validation", config.cache_folder
         )
-    elif not 0 <= config.validation_fraction <= 0.5:
-        raise ValueError(
-            f"--data.validation-fraction is {config.validation_fraction}: use 0 (no validation) "
-            f"to 0.5"
-        )
-    if validation is not None:
         for source in sources:
             if same_files(source, validation):
                 raise overlap_error(source.name)

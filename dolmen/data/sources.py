@@ -211,6 +211,18 @@ def resolve_sources(
     return tuple(gather([entry], weight, option, cache) for entry, weight in parsed)
 
 
+def single_source(sources: Sequence[DataSource]) -> DataSource:
+    """Return the one source that all entries of --data.path are without weights. Raises ValueError
+    for a mixture with weights, as all of the text is read.
+    """
+    if sources[0].weight is not None:
+        raise ValueError(
+            "--data.path: weights are for training mixtures, and all of this text is read: leave "
+            "them out"
+        )
+    return sources[0]
+
+
 def parse_weight(entry: str, option: str) -> tuple[str, Fraction | None]:
     """Split `0.3:path` into path and 3/10; the weight is None where there is none. Raises
     ValueError for a weight of 0.

@@ -44,6 +44,7 @@ from dolmen.data.bpe import PREFIX
 from dolmen.data.config import DataConfig, TextConfig
 from dolmen.data.corpus import Corpus
 from dolmen.data.inputs import open_corpus
+from dolmen.data.sources import single_source
 from dolmen.data.tokenizer import check_vocabulary
 from dolmen.evaluation.model import Loaded, check_predicts_next_token
 from dolmen.model.decoder import Decoder
@@ -365,12 +366,7 @@ def open_text(
         data, tokenizer_folder(source), None, sequence_length=0, progress=progress
     )
     check_vocabulary(checked.tokenizer, model.vocab_size, trained=True)
-    if checked.sources[0].weight is not None:
-        raise ValueError(
-            "--data.path: weights are for training mixtures; all of the text is evaluated: leave "
-            "them out"
-        )
-    (text,) = checked.sources
+    text = single_source(checked.sources)
     corpus = open_corpus(text, data, checked, progress, verify)
     return windows(corpus, checked.end_of_text, window, stride)
 

@@ -288,7 +288,7 @@ def make_spec(
 ) -> ModelSpec:
     """Return the ModelSpec of these blocks with the embedding, head, length and initializer range
     that `fields` state; the final norm is that of the first block. `embedding` unset: a plain token
-    table. Raises ValueError for an `initializer_range` that is not finite.
+    table.
     """
     family_names = names(fields)
     return ModelSpec(

@@ -14,6 +14,7 @@ from dolmen.core.config import (
     Positive,
     ValueOptional,
     config,
+    require,
 )
 from dolmen.planning.space import Pins
 from dolmen.training.config import RunConfig
@@ -98,6 +99,11 @@ class StepConfig:
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
+RecipeFile = Annotated[
+    LocalName, require(lambda file: file.endswith((".yaml", ".yml")), "a .yaml file")
+]
+
+
 @config()
 class PlanConfig:
     """List the fastest layouts to train a model on a cluster, with predicted step times (90 %
@@ -138,7 +144,7 @@ class PlanConfig:
     """Years over which a purchased node is depreciated."""
     kilowatt_hour: Annotated[float, Field(ge=0, lt=1e30)] = 0.0
     """Price of a kilowatt hour, for purchased nodes."""
-    as_recipe: LocalName | None = None
+    as_recipe: RecipeFile | None = None
     """YAML file to write the fastest layout to, as a recipe for `dolmen train`."""
     json: Annotated[LocalName | None, ValueOptional("-")] = None
     """JSON file to write the plan to. `-` or no value prints the JSON in place of the table."""

@@ -169,11 +169,9 @@ TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def check(options: PlanConfig) -> None:
-    """Raise ValueError for a `dolmen plan` output file (--as-recipe, --json, --report) that exists,
-    cannot be written, or has the wrong suffix, before anything is planned.
+    """Raise ValueError for a `dolmen plan` output file (--as-recipe, --json, --report) that exists
+    or cannot be written, before anything is planned.
     """
-    if options.as_recipe is not None and Path(options.as_recipe).suffix not in (".yaml", ".yml"):
-        raise ValueError(f"--as-recipe {options.as_recipe}: give a .yaml file")
     if options.as_recipe is not None:
         write.check_new("--as-recipe", options.as_recipe)
     write.check_json(options.json)

@@ -51,11 +51,6 @@ class GenerationModel:
         or 1. A `released` model has no memory until weights are loaded. Raises ValueError where
         `tp` does not divide the number of processes.
         """
-        if mesh.size % tp:
-            raise ValueError(
-                f"rollout.tp ({tp}) is not a divisor of the run's {mesh.size} processes: set "
-                "another"
-            )
         # all ranks that tp and pp leave are data-parallel copies: cp and ep of training become dp
         layout = Layout(tp=tp, pp=pp, dp=mesh.size // (tp * pp))
         self.training_mesh = mesh

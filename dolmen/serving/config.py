@@ -20,6 +20,7 @@ from dolmen.core.config import (
     Positive,
     ValueOptional,
     config,
+    require,
 )
 from dolmen.core.filesystem import expand
 from dolmen.core.messages import brief
@@ -105,6 +106,9 @@ class SpeculativeConfig:
     def models(self) -> tuple[str, ...]:
         """Names of the models to load besides the one that is served: the draft model, or none."""
         return () if self.model is None else (self.model,)
+
+
+StopText = Annotated[str, require(bool, "a text of at least one character")]
 
 
 @config(kw_only=True)
@@ -216,7 +220,7 @@ class GenerateConfig(Decoding, Sampling):
     """
     adapter: str | None = None
     """Adapter of prompts that name none. Default: the base model."""
-    stop: Annotated[tuple[str, ...], Mark.REPEATED] = ()
+    stop: Annotated[tuple[StopText, ...], Mark.REPEATED] = ()
     """Text that ends a completion and is not part of it."""
     num_samples: Positive = 1
     """Independent samples per row of a file, written as `samples`."""
@@ -274,7 +278,7 @@ class ChatConfig(Decoding, Sampling):
     """Model to chat with: anything that `dolmen generate` takes, with a chat template."""
     system: str | None = None
     """System prompt."""
-    stop: Annotated[tuple[str, ...], Mark.REPEATED] = ()
+    stop: Annotated[tuple[StopText, ...], Mark.REPEATED] = ()
     """Text that ends a completion and is not part of it."""
     seed: int = 0
     """Seed of sampling."""

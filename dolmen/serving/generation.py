@@ -41,16 +41,6 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what an incomplete character decodes
 HELD = 8  # tokens that may wait for the rest of a character; UTF-8 has at most 4 bytes
 
 
-def check_stop(stop: Sequence[str]) -> None:
-    """Raise ValueError for an empty stop string, which every text contains."""
-    for text in stop:
-        if not text:
-            raise ValueError(
-                "--stop is empty, which would end every completion at once: give a text, or leave "
-                "it out"
-            )
-
-
 class Detokenizer:
     """Turns the tokens of one sequence into text as they come, up to the first stop string."""
 

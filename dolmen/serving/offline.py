@@ -44,7 +44,7 @@ from dolmen.files.kinds import JOURNAL_ROW
 from dolmen.serving import adapters
 from dolmen.serving.config import GenerateConfig
 from dolmen.serving.engine import Engine, open_engine
-from dolmen.serving.generation import StopStrings, apply_generation_config, check_stop
+from dolmen.serving.generation import StopStrings, apply_generation_config
 from dolmen.serving.output_file import OutputFile, check_finished, check_output
 from dolmen.serving.output_file import digest as digest_of
 from dolmen.serving.prompt_file import FileSummary, PromptFile, PromptRow, check_file, json_line
@@ -247,7 +247,6 @@ def check_options(config: GenerateConfig) -> None:
     if config.output is None:
         raise ValueError("--input writes to a file: give --output FILE")
     config.sampling_params.check()
-    check_stop(config.stop)
     adapters.check_name(config.adapter, adapters.parse_adapters(config.adapters))
     check_file(expand(config.input or ""))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import sentencepiece
 
 from dolmen.core.messages import brief, plural
-from dolmen.data.sources import DataSource, resolve_sources
+from dolmen.data.sources import DataSource, resolve_sources, single_source
 from dolmen.data.tokenise import pieces
 from dolmen.data.tokenizer import PreTrainedTokenizer, encoder, load_tokenizer
 from dolmen.files.remote_file import file_size
@@ -79,11 +79,7 @@ def open_text(config: VocabText) -> Text | None:
     """
     if not config.path:
         return None
-    sources = resolve_sources(config.path)
-    if sources[0].weight is not None:
-        raise ValueError("--data.path: weights are for training mixtures: leave them out")
-    # without weights all entries are one source
-    (source,) = sources
+    source = single_source(resolve_sources(config.path))
     if source.indexed:
         raise ValueError(
             f"--data.path {source.indexed[0]} is tokenised already, but a vocabulary is learned "

@@ -259,7 +259,7 @@ def test_generate(material):
         ({"seed": "one"}, "^seed is 'one': it must be a whole number$"),
         ({"top_k": True}, "^top_k is True: it must be a whole number$"),
         ({"min_p": 2.0, "temperature": 1.0}, "^min_p is 2.0: it must be at most 1$"),
-        ({"stop": ""}, "stop is empty"),
+        ({"stop": ""}, "^stop is '': it must be a text of at least one character$"),
         ({"qqqq": 3}, "^unknown option 'qqqq': use one of min_new_tokens"),
         ({"max_tokens": 3}, "^unknown option 'max_tokens': did you mean max_new_tokens\\?$"),
         ({"batch": 1.5}, "^batch is 1.5: it must be a whole number$"),

@@ -181,7 +181,7 @@ def test_messages_are_written_by_the_chat_template(material, chatty, tmp_path):
     "words, said",
     [
         ((), "in.jsonl, line 2: its prompt has 90 tokens, but max_position_embeddings is 64"),
-        (("--stop", ""), "--stop is empty"),
+        (("--stop", ""), "--stop is '': it must be a text of at least one character"),
         (("--temperature", "-1"), "--temperature is -1.0: it must be at least 0"),
         (("--top-k", "3"), "--top-k has no effect"),
         (("--num-samples", "0"), "--num-samples is 0: it must be at least 1"),

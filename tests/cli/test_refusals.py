@@ -127,7 +127,7 @@ OPTIONS = {
     ),
     "fraction": (
         "--data.validation-fraction 0.9",
-        "--data.validation-fraction is 0.9: use 0 (no validation) to 0.5",
+        "data.validation-fraction is 0.9: it must be at most 0.5",
     ),
     # tokenizers
     "vocabulary": (

@@ -4,6 +4,7 @@ what transformers computes; what is missing, foreign or of other sizes is refuse
 
 import argparse
 import shutil
+from math import inf
 
 import pytest
 import torch
@@ -252,6 +253,14 @@ class Evil:
         (
             lambda it: rewrite(it / FIRST, lambda v: setattr(v["args"], "num_layers", "4")),
             "model_optim_rng.pt, args: num_layers",
+        ),
+        (
+            lambda it: rewrite(it / FIRST, lambda v: setattr(v["args"], "norm_epsilon", -1.0)),
+            "model_optim_rng.pt, args: norm_epsilon is -1.0: it must be at least 0",
+        ),
+        (
+            lambda it: rewrite(it / FIRST, lambda v: setattr(v["args"], "init_method_std", inf)),
+            "model_optim_rng.pt, args: init_method_std is inf: it must be finite",
         ),
         (lambda it: rewrite(it / LAST, lambda v: v.pop("args")), "has no `args`"),
         (lambda it: rewrite(it / LAST, lambda v: v.pop("model")), "has no `model`"),

@@ -213,7 +213,7 @@ def test_progress_is_plain_lines_where_nobody_watches(
             r"fewer than one window .*\(1,000,001\).* --train.sequence-length",
         ),
         (dict(validation="/nothing"), "--data.validation /nothing: no such file"),
-        (dict(validation_fraction=0.7), "--data.validation-fraction is 0.7"),
+        (dict(validation_fraction=0.7), "data.validation-fraction is 0.7"),
     ],
 )
 def test_refused_before_anything_is_written(documents, load, tmp_path, options, message):

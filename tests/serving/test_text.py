@@ -9,7 +9,8 @@ import tinyrun
 from tokenizers import Tokenizer, decoders, models
 
 from dolmen.data.tokenizer import load_tokenizer
-from dolmen.serving.generation import Detokenizer, check_stop
+from dolmen.serving.config import GenerateConfig
+from dolmen.serving.generation import Detokenizer
 
 material = tinyrun.material
 
@@ -100,6 +101,6 @@ def test_what_may_begin_a_stop_string_waits(byte_level):
 
 
 def test_an_empty_stop_string_is_refused():
-    check_stop(["a", " "])
-    with pytest.raises(ValueError, match="--stop is empty"):
-        check_stop(["a", ""])
+    assert GenerateConfig(folder="model", stop=("a", " ")).stop == ("a", " ")
+    with pytest.raises(ValueError, match="--stop is '': it must be a text of at least one"):
+        GenerateConfig(folder="model", stop=("a", ""))

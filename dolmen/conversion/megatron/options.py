@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, MaxLen
 
+from dolmen.core.config import NonNegative
 from dolmen.files import kinds
 from dolmen.files.schema import typed_dict
 
@@ -43,7 +44,7 @@ SCHEMA = typed_dict(
         **dict.fromkeys(SIZES, SIZE),
         **dict.fromkeys(COUNTS, COUNT),
         **dict.fromkeys(FLAGS, bool | None),
-        **dict.fromkeys(REALS, float | None),
+        **dict.fromkeys(REALS, NonNegative | None),
         "num_query_groups": kinds.HEADS | None,
         "original_max_position_embeddings": kinds.POSITIONS | None,
         "num_experts": kinds.EXPERTS | None,

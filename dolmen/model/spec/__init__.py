@@ -63,9 +63,7 @@ from dolmen.ops.numerics import Fp8
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder: embedding, layers, final norm, head. Raises ValueError for an initializer_range
-    that is negative or not finite.
-    """
+    """A decoder: embedding, layers, final norm, head."""
 
     hidden_size: int
     """Width of the residual stream."""
@@ -84,13 +82,6 @@ class ModelSpec:
     """Recipe by which products of matrices are rounded to fp8 in training; None: they are not."""
     blanks: BlankInfilling | None = None
     """Special tokens that determine prefix and positions; None: positions are plain."""
-
-    def __post_init__(self):
-        """Raise ValueError for an initializer_range that is negative or not finite."""
-        if not 0 <= self.initializer_range < math.inf:
-            raise ValueError(
-                f"initializer_range is {self.initializer_range}: it must be finite and not negative"
-            )
 
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
