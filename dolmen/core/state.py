@@ -160,12 +160,12 @@ def gather_full(p: Shaped[Tensor, "*whole"]) -> Shaped[Tensor, "*whole"]:
     # axes are gathered one after another, each along a dim: nothing is added, so no order matters,
     # and there is nothing to warn of
     logger = logging.getLogger(strings.REDISTRIBUTE)
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    # setting its level would empty the caches of all loggers: 0.7 ms
+    before, logger.disabled = logger.disabled, True
     try:
         return p.full_tensor().detach()
     finally:
-        logger.setLevel(level)
+        logger.disabled = before
 
 
 def replication_weight(p: Shaped[Tensor, "*whole"]) -> float:

@@ -287,7 +287,7 @@ dp2 zero2 acc4 fixed
 dp4 zero1 fixed
 tp2 zero1 acc2 fixed
 tp4 zero1 fixed
-tp4 sp zero1 acc8 fixed
+tp4 sp zero1 acc2 fixed
 tp2 sp zero3 acc2 full fixed
 pp2 acc4 zero1 fixed
 pp2 acc4 zero-bubble zero1 fixed
@@ -311,7 +311,7 @@ dp2 tp4 sp zero2 acc2 fixed
 
 
 GEMMAS = """
-tp4 sp zero1 acc4 fixed
+tp4 sp zero1 acc2 fixed
 pp2 dp2 zero3 acc4 zero-bubble full fixed
 """
 MASKS = """
@@ -328,7 +328,7 @@ pp2 acc8 zero1 fixed
 NORMS = """
 zero1 acc8
 tp4 zero1 acc2 fixed
-tp2 sp zero3 acc4 full fixed
+tp2 sp zero3 acc2 full fixed
 pp2 acc4 zero-bubble zero1 fixed
 """
 NORMS_FULL = """
@@ -346,7 +346,7 @@ dp4 tp2 ep2 zero1 acc2 selective fixed
 """
 EXPERTS_SHORT = """
 dp2 ep2 zero3 acc2 full fixed
-tp4 sp zero1 acc8 fixed
+tp4 sp zero1 acc2 fixed
 """
 EXPERTS = """
 zero1 acc8
@@ -624,14 +624,14 @@ DAMAGES = {
         GPT2,
     ),
     "branches added before ranks": (
-        "tp2 sp zero3 acc4 full fixed",
+        "tp2 sp zero3 acc2 full fixed",
         tensor,
         "rows",
         add_before_leaving,
         PARALLEL,
     ),
     "the width of a rank's heads in one sum": (
-        "tp2 sp zero3 acc4 full fixed",
+        "tp2 sp zero3 acc2 full fixed",
         qk_norm,
         "_means",
         lambda parts, tp: MEANS(parts, replace(tp, exact=None)),
@@ -692,7 +692,7 @@ HALF = """
 zero1 acc8 full
 dp2 zero2 acc4 fixed
 tp2 zero1 acc2 fixed
-tp4 sp zero3 acc4 fixed
+tp4 sp zero3 acc2 fixed
 pp2 acc4 zero-bubble zero1 fixed
 """
 HALF_FULL = """
@@ -734,7 +734,7 @@ HALVES = [
     *half_rows(HALF_FULL, "llama", full=True),
     *half_rows(GEMMAS, "variation", config=GEMMA),
     *half_rows(MASKS, "masks, tied, Muon", full=True, config=MASKED),
-    *half_rows(NORMS, "norms, biases, positions", config=GPT2),
+    *half_rows(NORMS, "norms, biases, positions", full=True, config=GPT2),
     *half_rows(NORMS, "parallel blocks", config=PARALLEL),
     *half_rows(EXPERTS + EXPERTS_FULL + EP, "experts", full=True, config=MIXTURE),
     *half_rows(
