@@ -5,6 +5,8 @@ refused.
 import json
 import warnings
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -349,15 +351,20 @@ def test_no_layout_changes_a_text(spawn):
         hold_requests(layout, got)
 
 
+@cache
+def requests_alone(name: str, kind: str) -> dict[tuple, Any]:
+    """What one process gives for the requests of this kind."""
+    model = decoder(name)
+    requests, more = asked_of(model, kind)
+    # which tokens a draft model's sampled drafts lead to depends on where they begin
+    return run(model, requests, FEW if kind == "drafted" else Limits(), **more)
+
+
 def hold_requests(layout: str, got: dict[tuple, tuple]) -> None:
     """Tokens are those of one process, but behind one that lay close to another; log-probabilities
     are 1e-6 off in the mean, 1e-4 x max(1, |log p| / 10) at worst.
     """
-    model = decoder(layout.split()[0])
-    kind = layout.rpartition(", ")[2]
-    requests, more = asked_of(model, kind)
-    # which tokens a draft model's sampled drafts lead to depends on where they begin
-    alone = run(model, requests, FEW if kind == "drafted" else Limits(), **more)
+    alone = requests_alone(layout.split()[0], layout.partition(", ")[2])
     assert got.keys() == alone.keys()
     off = []
     for name, (new, logprobs, close) in got.items():
