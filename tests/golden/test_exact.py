@@ -325,12 +325,15 @@ dp2 tp2 zero2 acc2 full fixed
 pp2 acc8 zero1 fixed
 """
 # each under tp, with and without sequence parallelism, dp and pp
-NORMS = """
+WHOLE_NORMS = """
 zero1 acc8
 tp4 zero1 acc2 fixed
+"""
+CUT_NORMS = """
 tp2 sp zero3 acc2 full fixed
 pp2 acc4 zero-bubble zero1 fixed
 """
+NORMS = WHOLE_NORMS + CUT_NORMS
 NORMS_FULL = """
 dp4 zero3 acc2 fixed
 tp4 sp zero1 acc2 selective fixed
@@ -367,6 +370,8 @@ dp2 tp2 sp zero3 acc4 fixed
 # a microbatch of one sequence for each of 16 rows, where cp splits them
 CONTEXT = """
 cp2 gather acc16 zero1 fixed
+"""
+CONTEXT_DP = """
 cp2 dp2 gather acc8 zero3 full fixed
 """
 CONTEXT_FULL = """
@@ -401,7 +406,8 @@ LAYOUTS = [
     *rows(DROPS, "dropout", config=DROPPED),
     *rows(NORMS, "norms, biases, positions", config=GPT2),
     *rows(NORMS_FULL, "norms, biases, positions", full=True, config=GPT2),
-    *rows(NORMS, "parallel blocks", config=PARALLEL),
+    *rows(CUT_NORMS, "parallel blocks", config=PARALLEL),
+    *rows(WHOLE_NORMS, "parallel blocks", full=True, config=PARALLEL),
     *rows(NORMS_FULL, "parallel blocks", full=True, config=PARALLEL),
     *rows(EXPERTS_SHORT, "experts", config=MIXTURE),
     *rows(EXPERTS, "experts", full=True, config=MIXTURE),
@@ -410,7 +416,7 @@ LAYOUTS = [
     *rows(EXPERTS_FULL + EP, "latents, experts in groups", full=True, config=DEEPSEEK),
     *rows(LONG, "llama, 50 steps", full=True, steps=50),
     *rows(CONTEXT, "llama, chunks", config=cut(EXACT)),
-    *rows(CONTEXT_FULL, "llama, chunks", full=True, config=cut(EXACT)),
+    *rows(CONTEXT_DP + CONTEXT_FULL, "llama, chunks", full=True, config=cut(EXACT)),
     *rows("dp2 ep2 zero2 acc2 fixed", "experts, chunks", full=True, config=cut(MIXTURE)),
     *(
         row
@@ -735,16 +741,19 @@ HALVES = [
     *half_rows(GEMMAS, "variation", config=GEMMA),
     *half_rows(MASKS, "masks, tied, Muon", full=True, config=MASKED),
     *half_rows(NORMS, "norms, biases, positions", full=True, config=GPT2),
-    *half_rows(NORMS, "parallel blocks", config=PARALLEL),
+    *half_rows(WHOLE_NORMS, "parallel blocks", config=PARALLEL),
+    *half_rows(CUT_NORMS, "parallel blocks", full=True, config=PARALLEL),
     *half_rows(EXPERTS + EXPERTS_FULL + EP, "experts", full=True, config=MIXTURE),
     *half_rows(
         EXPERTS + EXPERTS_FULL + EP, "latents, experts in groups", full=True, config=DEEPSEEK
     ),
     *half_rows(LONG, "llama, 50 steps", full=True, steps=50),
-    *half_rows(CONTEXT, "llama, chunks", full=True, config=cut(EXACT)),
+    *half_rows(CONTEXT + CONTEXT_DP, "llama, chunks", full=True, config=cut(EXACT)),
     *half_rows(CONTEXT_OTHERS, "masks, tied, Muon, chunks", full=True, config=cut(MASKED)),
     # not over tp 2: a product of a bf16 chunk of 3 tokens and two heads is another than of many
-    *half_rows(CONTEXT, "norms, biases, positions, chunks", full=True, config=cut(GPT2)),
+    *half_rows(
+        CONTEXT + CONTEXT_DP, "norms, biases, positions, chunks", full=True, config=cut(GPT2)
+    ),
 ]
 
 

@@ -37,7 +37,8 @@ from dolmen.serving.request import Limits
 
 NEW = 12
 WARM = dict(temperature=1.2, top_k=20, top_p=0.9, seed=3)
-REQUESTED = ("grouped", "one-kv-qk-norm")
+# and what its requests are asked with besides: adapters, or drafts
+REQUESTED = {"grouped": ("adapted",), "one-kv-qk-norm": ("ngram", "drafted")}
 
 
 def by_forward(model, prompt: list[int]) -> list[int]:
@@ -302,18 +303,14 @@ def two_ranks():
         f"{name} tp": requests_of(decoder(name, split, sequence_parallel=True), split)
         for name in REQUESTED
     }
-    for name in REQUESTED:
+    for name, kinds in REQUESTED.items():
         model = build(DECODERS[name], stages, schedule=simulation.make_schedule("1f1b", 2, 2))
         initialize(model, seed=0)
-        requests[f"{name} pp"] = requests_of(model, stages)
-        requests[f"{name} pp, adapted"] = requests_of(model, stages, "adapted")
         refused_by_both(model, stages)
-        for kind in ("ngram", "drafted"):
+        requests[f"{name} pp"] = requests_of(model, stages)
+        for kind in kinds:
             requests[f"{name} pp, {kind}"] = requests_of(model, stages, kind)
-            drafted = requests_of(decoder(name, split), split, kind)
-            requests[f"{name} tp, {kind}"] = drafted
-        split_alone = decoder(name, split)
-        requests[f"{name} tp, adapted"] = requests_of(split_alone, split, "adapted")
+            requests[f"{name} tp, {kind}"] = requests_of(decoder(name, split), split, kind)
     for trained in (
         decoder("grouped", split, sequence_parallel=True),
         decoder("grouped", copied, zero=1),
