@@ -155,3 +155,30 @@ def test_what_is_a_data_set(pair, tmp_path):
     assert not indexed.is_indexed(file)
     with pytest.raises(Refused, match="idx: cannot be read"):
         indexed.read(file)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_the_first_sequence_that_is_wrong_is_named(tmp_path, at):
+    """Of sequences, one of which is empty, and of documents, the number and its bytes."""
+    lengths, firsts = np.array([3, 0, 2, 5], np.int32), np.array([0, 1, 2, 3, 4])
+    starts = (np.cumsum(lengths) - lengths) * 2
+    indexed.check_sequences(tmp_path, lengths, starts, 2)
+    indexed.check_documents(tmp_path, firsts, 4)
+    wrong = lengths.copy()
+    wrong[at:] = -1
+    with pytest.raises(Refused, match=f"sequence {at} has -1 tokens"):
+        indexed.check_sequences(tmp_path, wrong, starts, 2)
+    moved = starts.copy()
+    moved[at:] += 1
+    text = f"sequence {at} begins at byte {moved[at]}, and those before it, .* end at {starts[at]}:"
+    with pytest.raises(Refused, match=text):
+        indexed.check_sequences(tmp_path, lengths, moved, 2)
+    if at in (1, 2):
+        back = firsts.copy()
+        back[at] = 4
+        with pytest.raises(Refused, match=f"document {at} goes from sequence 4 back to {at + 1}"):
+            indexed.check_documents(tmp_path, back, 4)
+    with pytest.raises(Refused, match="its documents are sequences 0 to 4, but there are 0 to 5"):
+        indexed.check_documents(tmp_path, firsts, 5)
+    with pytest.raises(Refused, match="its documents are sequences 1 to 4"):
+        indexed.check_documents(tmp_path, firsts[1:], 4)

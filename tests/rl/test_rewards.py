@@ -3,9 +3,14 @@
 import pytest
 import reward_functions
 
+from dolmen.core.mesh import SINGLE
+from dolmen.rl.environment import UserEnvironment
 from dolmen.rl.function_worker import check_signature
 from dolmen.rl.rewards import (
+    CombinedReward,
     RewardInput,
+    UserReward,
+    WeightedReward,
     is_reward_model,
     last_number,
     make_reward_function,
@@ -186,3 +191,28 @@ def test_weights_are_spelled_as_those_of_data():
 def test_a_folder_is_a_reward_model(tmp_path):
     assert is_reward_model(str(tmp_path)) and is_reward_model("org/name")
     assert not any(map(is_reward_model, ["exact", "regex:a/b", "reward_functions:length"]))
+
+
+def test_leaving_stops_every_process():
+    """Of an environment, of a reward, and of all rewards together, though stopping one fails."""
+    stopped = []
+
+    def noted(made, name, error=None):
+        def stop():
+            stopped.append(name)
+            if error is not None:
+                raise error
+
+        made.worker.stop = stop
+        return made
+
+    names = ("reward_functions:length", "reward_functions:nothing")
+    first, second = (noted(UserReward(name, 1.0), name, OSError(name)) for name in names)
+    with noted(UserEnvironment("reward_functions:length", 1.0), "environment"):
+        assert not stopped
+    parts = [
+        WeightedReward(name, 1.0, made) for name, made in zip(names, (first, second), strict=True)
+    ]
+    with pytest.raises(OSError, match="reward_functions"), CombinedReward(parts, "zero", SINGLE):
+        assert stopped == ["environment"]
+    assert sorted(stopped[1:]) == sorted(names)
