@@ -306,7 +306,7 @@ def delete_rollouts(out: Path, steps: Container[int]) -> None:
     """Delete the files of the iterations that begin at a step in `steps`, text included; the log of
     completions stays.
     """
-    for file in sorted((out / FOLDER).glob("*")):
+    for file in (out / FOLDER).glob("*"):
         number, _, kind = file.name.partition(".")
         # nothing but what `save` has written
         if number.isdigit() and len(number) == 8 and kind in ("safetensors", "jsonl"):
