@@ -16,6 +16,7 @@ import torch
 from dolmen.checkpoint import seal
 from dolmen.cli import planning
 from dolmen.core import config, consensus
+from dolmen.core.environment import Launch
 from dolmen.files import (
     gate,
     sentencepiece_model,
@@ -86,6 +87,15 @@ def picture(folder: Path, microbatches: int) -> None:
 def search(microbatches: int, memory: float = 9.0) -> Any:
     costs = Costs("times", {"forward": 1.0, "backward": 2.0})
     return schedule_search.shortest(2, microbatches, 1, costs, memory, nodes=0)
+
+
+def launched(**variables: Any) -> Any:
+    """A process of torchrun, or of SLURM where a variable is SLURM's."""
+    world = {"SLURM_NTASKS": 7, "SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NODEID": 0}
+    world |= {"SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_TASKS_PER_NODE": "4,3"}
+    if not any(name in world for name in variables):
+        world = {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "a", "MASTER_PORT": 1}
+    return Launch.read({name: str(value) for name, value in (world | variables).items()})
 
 
 BOUNDS: dict[str, Callable[[Path], Bound]] = {
@@ -177,6 +187,21 @@ BOUNDS: dict[str, Callable[[Path], Bound]] = {
     ),
     "actions of a search": lambda _: Bound(
         search, 2, 3, "18 actions", schedule_search, "MOST_ACTIONS", 12
+    ),
+    "a port": lambda _: Bound(
+        lambda port: launched(MASTER_PORT=port), 65535, 65536, "must be from 0 to 65535"
+    ),
+    "a rank": lambda _: Bound(
+        lambda rank: launched(RANK=rank), 1, 2, "must be from 0 to 1, as WORLD_SIZE is 2"
+    ),
+    "a rank of SLURM": lambda _: Bound(
+        lambda rank: launched(SLURM_PROCID=rank), 6, 7, "from 0 to 6, as SLURM_NTASKS is 7"
+    ),
+    "a machine of SLURM": lambda _: Bound(
+        lambda node: launched(SLURM_NODEID=node), 1, 2, "from 0 to 1, as SLURM_STEP_TASKS_PER"
+    ),
+    "a task of a machine": lambda _: Bound(
+        lambda task: launched(SLURM_NODEID=1, SLURM_LOCALID=task), 2, 3, "must be from 0 to 2"
     ),
     "memory of a search": lambda _: Bound(
         lambda memory: search(2, memory), 1.0, 0.99, "must be at least 1"
