@@ -26,7 +26,6 @@ from dolmen.files import (
     yaml_values,
 )
 from dolmen.files.sentencepiece_model import VocabularyPiece
-from dolmen.objectives.config import check_dpo
 from dolmen.parallel.simulation import Cost, make_schedule, simulate
 from dolmen.planning import schedule_search
 from dolmen.planning.schedule_problem import Costs
@@ -149,20 +148,6 @@ BOUNDS: dict[str, Callable[[Path], Bound]] = {
     ),
     "a negative integer of YAML": lambda _: Bound(
         lambda value: config.refuse_unreadable("x", value), 1 - 2**63, -(2**63), "at most"
-    ),
-    "beta": lambda _: Bound(lambda x: check_dpo(x, "sigmoid", 0.0), 1e30, 1.1e30, "beta is"),
-    "least beta": lambda _: Bound(lambda x: check_dpo(x, "sigmoid", 0.0), 1e-9, 0.0, "beta is"),
-    "label smoothing": lambda _: Bound(
-        lambda x: check_dpo(1.0, "sigmoid", x), 0.499, 0.5, "label_smoothing is"
-    ),
-    "least label smoothing": lambda _: Bound(
-        lambda x: check_dpo(1.0, "sigmoid", x), 0.0, -1e-9, "label_smoothing is"
-    ),
-    "rpo_alpha": lambda _: Bound(
-        lambda x: check_dpo(1.0, "sigmoid", 0.0, x), 1e30, 1.1e30, "rpo_alpha is"
-    ),
-    "least rpo_alpha": lambda _: Bound(
-        lambda x: check_dpo(1.0, "simpo", 0.0, x), 0.0, -1e-9, "rpo_alpha is"
     ),
     "weight of a reward": lambda _: Bound(
         lambda x: rewards.parse_rewards([f"{x}:stub"]), 10**15, 10**15 + 1, "at most 1e"
