@@ -13,9 +13,8 @@ import torch
 from jaxtyping import Float
 
 from dolmen.api.options import build_config, value_errors
-from dolmen.conversion import hf
 from dolmen.conversion.source import ModelSource, open_source
-from dolmen.conversion.weights import check_whole
+from dolmen.conversion.weights import FLOATS, check_whole
 from dolmen.core.config import field_types
 from dolmen.core.mesh import SINGLE
 from dolmen.core.messages import brief, choices, message, plural
@@ -421,7 +420,7 @@ def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     """Return a torch dtype from itself or its name ("bfloat16"); None for None. Raises ValueError
     for one that weights cannot have.
     """
-    if dtype is None or dtype in hf.FLOATS:
+    if dtype is None or dtype in FLOATS:
         return cast("torch.dtype | None", dtype)
     if isinstance(dtype, str) and dtype in DTYPES:
         return DTYPES[dtype]

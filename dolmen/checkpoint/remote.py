@@ -125,10 +125,17 @@ class RemoteCheckpoints:
         """Return the content of the small file `name` of the complete checkpoint of `step` at the
         URL. Raises Damaged where it is missing or too large.
         """
+        path = f"{folders.name(step)}/{name}"
+        with raise_damaged():
+            return self._remote.read(path, self._require(step, name), seal.LARGEST[name])
+
+    def _require(self, step: int, name: str) -> StoredFile:
+        """Return the object at the URL that is the file `name` of the checkpoint of `step`. Raises
+        Damaged where it is missing.
+        """
         if (stored := self.find(step, name)) is None:
             raise Damaged(f"{self.url}/{folders.name(step)} is damaged: it lacks {name}")
-        with raise_damaged():
-            return self._remote.read(f"{folders.name(step)}/{name}", stored, seal.LARGEST[name])
+        return stored
 
     def pull_step(self, step: int) -> Path:
         """Return the local folder of the complete checkpoint of `step` at the URL. If it does not
@@ -176,9 +183,7 @@ class RemoteCheckpoints:
         error, the download is repeated. Raises Damaged where the file is missing at the URL, and
         the error of `check`.
         """
-        stored, path = self.find(step, name), f"{folders.name(step)}/{name}"
-        if stored is None:
-            raise Damaged(f"{self.url}/{folders.name(step)} is damaged: it lacks {name}")
+        stored, path = self._require(step, name), f"{folders.name(step)}/{name}"
         with raise_damaged():
             self._remote.download(path, stored, self.folder / path, check)
 

@@ -19,7 +19,13 @@ from jaxtyping import Shaped
 from torch import Tensor
 
 from dolmen.checkpoint import remote
-from dolmen.conversion.weights import WeightsAlone, assemble, describe_mismatch
+from dolmen.conversion.weights import (
+    FLOATS,
+    WeightsAlone,
+    assemble,
+    describe_mismatch,
+    require_float,
+)
 from dolmen.core.filesystem import expand, is_absent, is_url
 from dolmen.core.messages import plural
 from dolmen.families import ModelConfig, WeightMap, replace_fields, special_tokens, weight_map
@@ -48,7 +54,6 @@ TOKENIZER_FILES = (
 )
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # PEFT's (peft.py)
 FORMS = (safetensors.SAFETENSORS, torch_files.BIN)
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def resolve_model(name: str | Path, revision: str | None = None) -> Path:
@@ -373,11 +378,7 @@ def _check_tensor(name: str, stored: Stored, weights: WeightMap) -> None:
             f"{stored.name} is {stored.spec.shape} in {stored.file}, but config.json implies "
             f"{expected}: check {' or '.join(fields) or 'the family'}"
         )
-    if stored.spec.dtype not in FLOATS:
-        raise ValueError(
-            f"{stored.name} in {stored.file} is {stored.spec.dtype}: quantised weights are not "
-            "supported"
-        )
+    require_float(stored)
 
 
 def _require_equal(head: Stored, embedding: Stored) -> None:

@@ -19,10 +19,9 @@ from annotated_types import Interval
 from torch import Tensor
 
 from dolmen.conversion import sidecars
-from dolmen.conversion.hf import FLOATS
 from dolmen.conversion.megatron.shares import Share, share
 from dolmen.conversion.sidecars import Joined
-from dolmen.conversion.weights import WeightsAlone
+from dolmen.conversion.weights import FLOATS, WeightsAlone
 from dolmen.core.config import AboveZero, NonNegative
 from dolmen.core.messages import plural
 from dolmen.families import ModelConfig, edit

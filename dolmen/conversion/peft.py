@@ -29,7 +29,7 @@ from torch import Tensor
 from dolmen.conversion import peft_config, writing
 from dolmen.conversion.checkpoint import RunCheckpoint
 from dolmen.conversion.hf import ADAPTER_FILES, copy_tokenizer, tokenizer_files
-from dolmen.conversion.weights import WeightsAlone
+from dolmen.conversion.weights import FLOATS, WeightsAlone
 from dolmen.core.filesystem import expand
 from dolmen.families import ModelConfig, weight_map
 from dolmen.families.rules import Rename, Transpose
@@ -165,9 +165,6 @@ def _scaling(config: Mapping[str, Any]) -> Any:
 def _kind(config: Mapping[str, Any]) -> Any:
     """Return "dora" or "lora", from an adapter_config.json."""
     return "dora" if config.get("use_dora") else "lora"
-
-
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _check_shapes(

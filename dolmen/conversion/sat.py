@@ -21,7 +21,7 @@ from torch import Tensor
 from dolmen.conversion import hf, sidecars
 from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.sidecars import Joined
-from dolmen.conversion.weights import WeightsAlone, describe_mismatch
+from dolmen.conversion.weights import WeightsAlone, describe_mismatch, require_float
 from dolmen.core.messages import plural
 from dolmen.families import WeightMap, weight_map
 from dolmen.families.rules import Split, StoredTensor
@@ -159,11 +159,7 @@ class Sat(WeightsAlone, Joined):
                 f"{first.name} is {first.spec.shape} on each of {plural(len(shards), 'rank')} in "
                 f"{first.file}, {full} together; config.json implies {entry.shape}"
             )
-        if first.spec.dtype not in hf.FLOATS:
-            raise ValueError(
-                f"{first.name} in {first.file} is {first.spec.dtype}, which is not a "
-                "dtype of weights"
-            )
+        require_float(first)
 
     def _tensor(self, name: str) -> Tensor:
         """Read the tensor with this stored name, joined from all ranks."""

@@ -52,9 +52,10 @@ from dolmen.families.rules import (
     StoredTensor,
     Transpose,
 )
-from dolmen.files.safetensors import Spec
+from dolmen.files.safetensors import Spec, Stored
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # that weights may have
 
 
 class Scaling(NamedTuple):
@@ -258,6 +259,15 @@ class Moments:
     step: int
     kinds: Mapping[str, Tensors]
     """Tensors of each trained parameter, by the names of MOMENTS, and "param": fp32 masters."""
+
+
+def require_float(stored: Stored) -> None:
+    """Raise ValueError for a stored tensor of a dtype that weights cannot have."""
+    if stored.spec.dtype not in FLOATS:
+        raise ValueError(
+            f"{stored.name} in {stored.file} is {stored.spec.dtype}: quantised weights are not "
+            "supported"
+        )
 
 
 class WeightsAlone:

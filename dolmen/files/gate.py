@@ -16,7 +16,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -149,6 +149,20 @@ def check_schema(value: Any, name: Path | str, schema: Any) -> Any:
     except Mismatch as error:
         raise refuse(name, error) from None
     return value
+
+
+def check_form(row: Mapping[str, Any], name: Path | str, forms: Mapping[str, Any]) -> str:
+    """Return which of the fields `forms` (name -> type hint of a row with it) a row has. Raises
+    Refused, which begins with `name`, unless it is exactly one, and for a row that its hint does
+    not allow.
+    """
+    present = [field for field in forms if field in row]
+    if len(present) != 1:
+        known = ", ".join(f"`{field}`" for field in forms)
+        found = " and ".join(f"`{field}`" for field in present) or "none of them"
+        raise refuse(name, f"it must have exactly one of {known}, but has {found}")
+    check_schema(row, name, forms[present[0]])
+    return present[0]
 
 
 def read_json_lines(file: Path | str, kind: Kind) -> Iterator[tuple[int, Any]]:

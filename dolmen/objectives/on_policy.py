@@ -67,11 +67,8 @@ class GRPOLoss:
         """
         # without a KL term no reference is computed
         needed = (OLD, ADVANTAGE, REFERENCE) if self.beta else (OLD, ADVANTAGE)
-        if missing := [name for name in needed if name not in batch.numbers]:
-            raise ValueError(
-                f"GRPO needs numbers per token that the batch lacks: {', '.join(missing)}"
-            )
-        return (batch.real_tokens or NO_TOKENS) if self.kind in BY_TOKENS else len(batch.labels)
+        tokens = _count(batch, needed)
+        return tokens if self.kind in BY_TOKENS else len(batch.labels)
 
     def __call__(self, hidden: Float[Tensor, "_ hidden"], head: LMHead, batch: Batch) -> LossOutput:
         """Return the sum of the losses and metrics of a microbatch's rows. A mean over a row needs
@@ -245,7 +242,7 @@ def _count(batch: Batch, needed: Iterable[str]) -> float:
     numbers.
     """
     if missing := [name for name in needed if name not in batch.numbers]:
-        raise ValueError(f"PPO needs numbers per token that the batch lacks: {', '.join(missing)}")
+        raise ValueError(f"the loss needs numbers that the batch lacks: {', '.join(missing)}")
     return batch.real_tokens or NO_TOKENS
 
 

@@ -78,8 +78,7 @@ def resolve_rewards(config: GenerateConfig, source: ModelSource) -> dict[str, Mo
     for _, name in parse_rewards(config.reward):
         if is_reward_model(name):
             models[name] = open_source(name)
-            vocab_size = source.model.spec.vocab_size
-            rewards.check_reward_model(name, models[name], vocab_size, tokenizer_folder(source))
+            rewards.check_reward_model(name, models[name], source.spec, tokenizer_folder(source))
         else:
             with make_reward_function(name, TIMEOUT) as function:
                 function.start()

@@ -238,22 +238,18 @@ def _prompts(
     template: Template | None = None
     for row, where in first_lines(source, data.text_field, data.max_row_bytes):
         row = {name: value for name, value in row.items() if value is not None}
-        named = [name for name in PROMPT_ROWS if name in row]
-        if len(named) != 1:
-            known = ", ".join(f"`{name}`" for name in PROMPT_ROWS)
-            raise gate.refuse(where, f"it must have exactly one of {known}, but has {len(named)}")
-        gate.check_schema(row, where, PROMPT_ROWS[named[0]])
+        form = gate.check_form(row, where, PROMPT_ROWS)
         comparing = [name for name in rewards if name in NEEDS_ANSWER]
         if comparing and "answer" not in row:
             problem = f"it has no `answer`, which --reward {comparing[0]} needs"
             raise gate.refuse(where, problem)
-        if named[0] == "messages":
+        if form == "messages":
             if row["messages"][-1]["role"] == ASSISTANT:
                 raise gate.refuse(where, "its last message is the assistant's")
             template = template or template_of(tokenizer, data.template)
             tokens = template.prompt(Chat(row["messages"], 1.0, where))
         else:
-            tokens = special_tokens.frame_prompt(model, tokenizer(row[named[0]])["input_ids"])
+            tokens = special_tokens.frame_prompt(model, tokenizer(row[form])["input_ids"])
         if not tokens:
             raise gate.refuse(where, "its prompt has no tokens")
         yield Prompt(tokens, row, where)

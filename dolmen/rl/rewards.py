@@ -28,7 +28,7 @@ from dolmen.core.messages import cut
 from dolmen.data import tokenizer as tokenizers
 from dolmen.data.batch import Batch
 from dolmen.model.decoder import Decoder
-from dolmen.model.spec import ScalarHeadSpec
+from dolmen.model.spec import ModelSpec, ScalarHeadSpec
 from dolmen.objectives import forward
 from dolmen.ops.attention import Documents
 from dolmen.ops.loss import IGNORED
@@ -275,22 +275,17 @@ class RewardModel:
 
 
 def check_reward_model(
-    name: str, source: ModelSource, vocab_size: int, tokenizer: str | None
+    name: str, source: ModelSource, policy: ModelSpec, tokenizer: str | None
 ) -> None:
     """Raise ValueError where the reward model `name`, opened as `source`, has no scalar head,
-    another vocab_size, or a tokenizer that gives a token of `tokenizer` (the policy's folder)
-    another id.
+    another vocab_size than the policy, or a tokenizer that gives a token of `tokenizer` (the
+    policy's folder) another id.
     """
-    spec = source.spec
-    if not isinstance(spec.head, ScalarHeadSpec):
+    if not isinstance(source.spec.head, ScalarHeadSpec):
         raise ValueError(
             f"reward {name} has an LM head: give a model with a scalar head (dolmen train reward)"
         )
-    if spec.vocab_size != vocab_size:
-        raise ValueError(
-            f"reward {name} has a vocab_size of {spec.vocab_size:,}, but the model has "
-            f"{vocab_size:,}: give a reward model with the same vocabulary"
-        )
+    policy.check_same_vocabulary(f"reward {name}", source.spec)
     # nothing to compare: equal vocab_size has to do
     if source.tokenizer is None or tokenizer is None:
         return

@@ -111,12 +111,7 @@ def _parse_jsonl(line: bytes, where: str) -> dict[str, Any]:
     chat that ends with the assistant, and a lone surrogate.
     """
     fields = gate.parse_json(line, where, TEXT_ROW)
-    fields_present = [name for name in PROMPT_ROWS if name in fields]
-    if len(fields_present) != 1:
-        known = ", ".join(f"`{name}`" for name in PROMPT_ROWS)
-        present = " and ".join(f"`{name}`" for name in fields_present) or "none of them"
-        raise gate.refuse(where, f"it must have exactly one of {known}, but has {present}")
-    gate.check_schema(fields, where, PROMPT_ROWS[fields_present[0]])
+    gate.check_form(fields, where, PROMPT_ROWS)
     if taken := [name for name in OUTPUT_FIELDS if name in fields]:
         raise gate.refuse(
             where,

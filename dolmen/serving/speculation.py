@@ -249,11 +249,7 @@ def check_draft(draft: ModelSpec, target: ModelSpec) -> None:
     """Raise ValueError where a model cannot draft for another: another size of the vocabulary, or
     a model with a bidirectional prefix or mask.
     """
-    if draft.vocab_size != target.vocab_size:
-        raise ValueError(
-            f"the draft model's vocab_size is {draft.vocab_size}, but the model's is "
-            f"{target.vocab_size}: use a --speculative.model with the same tokenizer"
-        )
+    target.check_same_vocabulary("--speculative.model", draft)
     if draft.both_ways or draft.has_prefix_mask:
         raise ValueError(
             "the draft model has a bidirectional mask or prefix: use a causal --speculative.model, "

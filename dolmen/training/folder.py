@@ -228,7 +228,7 @@ def check_names_free(out: Path, *optional: str) -> None:
         )
         and not (again and _kind(path, what) == "tokenizer")
     ]
-    _refuse_overwriting(out, taken)
+    refuse_overwriting(out, taken)
 
 
 def check_replaceable(out: Path, names: Iterable[str]) -> None:
@@ -236,17 +236,18 @@ def check_replaceable(out: Path, names: Iterable[str]) -> None:
     did not write it.
     """
     foreign = {path for path, _ in foreign_entries(out)} if out.is_dir() else set()
-    _refuse_overwriting(out, [name for name in names if name in foreign])
+    refuse_overwriting(out, [name for name in names if name in foreign])
 
 
-def _refuse_overwriting(out: Path, taken: list[str]) -> None:
-    """Raise Unusable if `taken` is not empty: relative paths of files in the run's folder that the
-    run would overwrite and dolmen did not write, of which the message names three.
+def refuse_overwriting(out: Path | str, taken: list[str]) -> None:
+    """Raise Unusable if `taken` is not empty: relative paths of files in the run's folder, or at
+    its URL, that the run would overwrite and dolmen did not write, of which the message names
+    three.
     """
     if taken:
         raise Unusable(
             f"a run in {out} would overwrite {', '.join(taken[:3])}, which dolmen did not write: "
-            "move it, or give another --out"
+            "move it, or give another --out or --checkpoint.to"
         )
 
 

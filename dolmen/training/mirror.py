@@ -31,6 +31,7 @@ from dolmen.training.folder import (
     Unusable,
     check_folder,
     check_replaceable,
+    refuse_overwriting,
 )
 
 LOCAL = ("checkpoints", "hf", "hang", "profile", "tensorboard", LOCK, OWNER)
@@ -74,11 +75,8 @@ def check_url(url: str, resume: bool, overwrite: bool) -> None:
         )
     written = ("hf", *MIRRORED)
     taken = [name for name in files if name.partition("/")[0] in written]
-    if taken and LIST not in files:
-        raise Unusable(
-            f"a run at {url} would overwrite {', '.join(taken[:3])}, which dolmen did not write: "
-            "move it, or give another --out or --checkpoint.to"
-        )
+    if LIST not in files:
+        refuse_overwriting(url, taken)
 
 
 def run_name(out: Path, to: str | None) -> str:

@@ -389,7 +389,7 @@ def test_a_draft_model_with_fewer_positions_drafts_where_it_has_some():
 def test_a_draft_model_has_the_same_vocabulary_and_is_causal():
     spec = DECODERS["grouped"].spec
     check_draft(spec, spec)
-    with pytest.raises(ValueError, match="vocab_size is 3, but the model's is 71"):
+    with pytest.raises(ValueError, match="vocab_size of 3, but the model has 71"):
         check_draft(small_model(0).spec, spec)
     with pytest.raises(ValueError, match="bidirectional mask or prefix"):
         check_draft(tiny("bert", vocab_size=VOCABULARY).spec, spec)
@@ -401,5 +401,5 @@ def test_the_first_model_is_compared_with_its_draft():
     )
     opened = Resolved("generate", ("model", "draft"), (model, draft), Layout(), devices.CPU)
     assert opened.source is model
-    with pytest.raises(BadInput, match="vocab_size is 3, but the model's is 71"):
+    with pytest.raises(BadInput, match="vocab_size of 3, but the model has 71"):
         generation._check_draft(opened)

@@ -31,6 +31,7 @@ from dolmen.conversion.weights import (
     assemble,
     check_whole,
     describe_mismatch,
+    require_float,
 )
 from dolmen.core.messages import plural
 from dolmen.families import ModelConfig, edit
@@ -40,7 +41,6 @@ from dolmen.files import gate, torch_files
 from dolmen.files.safetensors import Spec, Stored
 
 CHUNK = re.compile(r"model([0-9]{0,4})")
-FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass
@@ -412,11 +412,7 @@ class Megatron(Joined):
                 f"{shards.name} is {first.spec.shape} on each of {tp} tp ranks in {first.file}, "
                 f"{full_shape} together, but the model expects {entry.shape}"
             )
-        if first.spec.dtype not in FLOATS:
-            raise ValueError(
-                f"{shards.name} in {first.file} is {first.spec.dtype}, which is not a dtype of "
-                "weights"
-            )
+        require_float(first)
 
     def _tensor(self, name: str) -> Tensor:
         """Read the tensor with this canonical name, joined from all ranks; 1 is added to norm

@@ -83,6 +83,16 @@ class ModelSpec:
     blanks: BlankInfilling | None = None
     """Special tokens that determine prefix and positions; None: positions are plain."""
 
+    def check_same_vocabulary(self, option: str, model: "ModelSpec") -> None:
+        """Raise ValueError if another `model`, which the text `option` names, has another
+        vocab_size than this one.
+        """
+        if model.vocab_size != self.vocab_size:
+            raise ValueError(
+                f"{option} has a vocab_size of {model.vocab_size:,}, but the model has "
+                f"{self.vocab_size:,}: give a model with the same vocabulary"
+            )
+
     @cached_property
     def blocks(self) -> tuple[BlockSpec, ...]:
         """Every layer's block, in order; runs are repeated."""

@@ -156,6 +156,18 @@ def check_components(spec: ModelSpec) -> None:
                 )
 
 
+def _check_divides(option: str, size: int, limited_by: str, limit: int) -> None:
+    """Raise ValueError unless the `size` of an option divides the `limit` of exact numerics, the
+    largest size with the same bits.
+    """
+    if limit % size:
+        raise ValueError(
+            f"{option} ({size}) does not divide {limited_by} ({limit}): set --{option} "
+            f"{divisor(limit, near=size)} or a larger --{limited_by}, which gives other bits, "
+            f"{FAST}"
+        )
+
+
 def _check_context(config: RunConfig) -> None:
     """Raise ValueError unless the layout's cp divides train.exact.cp (the largest cp with the same
     bits), whose chunks divide a sequence into parts for which products are invariant; unless keys
@@ -163,12 +175,7 @@ def _check_context(config: RunConfig) -> None:
     rollouts with a limit over 1.
     """
     limit, layout, length = config.train.exact.cp, config.layout, config.sequence_length
-    if limit % layout.cp:
-        raise ValueError(
-            f"layout.cp ({layout.cp}) does not divide train.exact.cp ({limit}): set --layout.cp "
-            f"{divisor(limit, near=layout.cp)} or a larger --train.exact.cp, which gives other "
-            f"bits, {FAST}"
-        )
+    _check_divides("layout.cp", layout.cp, "train.exact.cp", limit)
     if limit > 1 and config.objective.uses_rollouts:
         raise ValueError(
             f"train.exact.cp is {limit}, and objective {config.objective.name} samples from a "
@@ -213,17 +220,9 @@ def _check_model_sizes(config: RunConfig) -> None:
     the vocabulary between the blocks into which train.exact.tp cuts it.
     """
     limit, tp, spec = config.train.exact.tp, config.layout.tp, config.spec
-    if limit % tp:
-        raise ValueError(
-            f"layout.tp ({tp}) does not divide train.exact.tp ({limit}): set --layout.tp "
-            f"{divisor(limit, near=tp)} or a larger --train.exact.tp, which gives other bits, "
-            f"{FAST}"
-        )
-    if config.objective.uses_rollouts and limit % (config.rollout.tp or 1):
-        raise ValueError(
-            f"rollout.tp ({config.rollout.tp}) does not divide train.exact.tp ({limit}): set "
-            f"--rollout.tp {divisor(limit, near=config.rollout.tp or 1)}, {FAST}"
-        )
+    _check_divides("layout.tp", tp, "train.exact.tp", limit)
+    if config.objective.uses_rollouts:
+        _check_divides("rollout.tp", config.rollout.tp or 1, "train.exact.tp", limit)
     sizes = {"hidden_size": spec.hidden_size}
     for block in spec.blocks:
         sizes["num_attention_heads"] = block.mixer.heads

@@ -106,7 +106,7 @@ def _check_rewards(resolved: ResolvedRun) -> None:
         if not rewards.is_reward_model(name):
             rewards.make_reward_function(name, run.rollout.timeout_seconds)
     for name, source in resolved.rewards.items():
-        rewards.check_reward_model(name, source, run.spec.vocab_size, tokenizer)
+        rewards.check_reward_model(name, source, run.spec, tokenizer)
         most = source.spec.max_position_embeddings
         if most <= run.sequence_length:
             raise ValueError(
@@ -238,12 +238,7 @@ def check_critic(resolved: ResolvedRun) -> None:
     run = resolved.config
     if run.critic.init is None or resolved.critic is None:
         return
-    ours, theirs = run.spec, resolved.critic.spec
-    if theirs.vocab_size != ours.vocab_size:
-        raise ValueError(
-            f"critic.init {run.critic.init} has a vocab_size of {theirs.vocab_size:,}, but the "
-            f"model has {ours.vocab_size:,}: give a critic with the same vocabulary"
-        )
+    run.spec.check_same_vocabulary(f"critic.init {run.critic.init}", resolved.critic.spec)
     if differences := _shape_differences(run, resolved.critic):
         raise ValueError(
             f"critic.init {run.critic.init} has another shape than the model ({differences}): "

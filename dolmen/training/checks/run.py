@@ -244,7 +244,9 @@ def check_objective(resolved: ResolvedRun) -> None:
             f"objective.name {objective.name} needs an LM head, but the model has a scalar head "
             "(a reward model): use --objective.name reward, or start from another --init"
         )
-    check_reference(resolved)
+    if resolved.reference is not None:
+        option = f"objective.reference {objective.reference}"
+        config.spec.check_same_vocabulary(option, resolved.reference.spec)
     if rows in ("pairs", "completions"):
         check_pairs(config)
 
@@ -263,21 +265,6 @@ def check_pairs(config: RunConfig) -> None:
     if config.objective.name == "dpo" and config.init is None:
         raise ValueError(
             "objective.name dpo needs a trained model, but the initial model is random: give --init"
-        )
-
-
-def check_reference(resolved: ResolvedRun) -> None:
-    """Raise ValueError if the model of --objective.reference has another vocabulary size than the
-    run's; nothing is checked without one.
-    """
-    if resolved.reference is None:
-        return
-    policy_rows, other = resolved.config.spec.vocab_size, resolved.reference.spec.vocab_size
-    if other != policy_rows:
-        raise ValueError(
-            f"objective.reference {resolved.config.objective.reference} has a vocab_size of "
-            f"{other:,}, but the model has {policy_rows:,}: give a reference with the same "
-            "vocabulary"
         )
 
 
