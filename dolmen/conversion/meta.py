@@ -21,7 +21,7 @@ from torch import Tensor
 from dolmen.conversion import sidecars
 from dolmen.conversion.megatron.shares import Share, share
 from dolmen.conversion.sidecars import Joined
-from dolmen.conversion.weights import FLOATS, WeightsAlone
+from dolmen.conversion.weights import WeightsAlone
 from dolmen.core.config import AboveZero, NonNegative
 from dolmen.core.messages import plural
 from dolmen.families import ModelConfig, edit
@@ -153,16 +153,8 @@ class Consolidated(WeightsAlone, Joined):
                     f"{self.where}, rank {i}: {plural(len(other), 'tensor is', 'tensors are')} in "
                     f"only one of the file and the model of {PARAMS}, e.g. {other[:3]}"
                 )
-            for name, entry in self._entries.items():
-                stored = rank[name]
-                full = self._share(name).full_shape(stored.spec.shape, len(self.ranks))
-                if full != entry.shape:
-                    raise ValueError(
-                        f"{name} is {stored.spec.shape} in {stored.file}, {full} of "
-                        f"{plural(len(self.ranks), 'rank')}; {PARAMS} implies {entry.shape}"
-                    )
-                if stored.spec.dtype not in FLOATS or stored.spec != self.ranks[0][name].spec:
-                    raise ValueError(f"{name} is {stored.spec.dtype} in {stored.file}")
+        for name, entry in self._entries.items():
+            self._share(name).check([rank[name] for rank in self.ranks], entry.shape)
         return list(self._entries)
 
     def _tensor(self, name: str) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from dolmen.conversion import hf, sidecars
 from dolmen.conversion.megatron.shares import Share
 from dolmen.conversion.sidecars import Joined
-from dolmen.conversion.weights import WeightsAlone, describe_mismatch, require_float
+from dolmen.conversion.weights import WeightsAlone, describe_mismatch
 from dolmen.core.messages import plural
 from dolmen.families import WeightMap, weight_map
 from dolmen.families.rules import Split, StoredTensor
@@ -143,23 +143,8 @@ class Sat(WeightsAlone, Joined):
                 raise KeyError(f"{self.where}: rank {rank} and rank 0 differ in {unlike[0]}")
         by_name = {name: [first[name], *(other[name] for other in other_ranks)] for name in first}
         for name, shards in by_name.items():
-            self._check(entries[name], shards)
+            self._share(entries[name]).check(shards, entries[name].shape)
         return by_name
-
-    def _check(self, entry: StoredTensor, shards: list[Stored]) -> None:
-        """Raise ValueError for a tensor that is unequal over ranks, not of the shape that
-        config.json gives, or not of a floating dtype.
-        """
-        share, first = self._share(entry), shards[0]
-        if any(other.spec != first.spec for other in shards):
-            raise ValueError(f"{self.where}: {first.name} has different shapes on the ranks")
-        full = share.full_shape(first.spec.shape, len(shards))
-        if full != entry.shape:
-            raise ValueError(
-                f"{first.name} is {first.spec.shape} on each of {plural(len(shards), 'rank')} in "
-                f"{first.file}, {full} together; config.json implies {entry.shape}"
-            )
-        require_float(first)
 
     def _tensor(self, name: str) -> Tensor:
         """Read the tensor with this stored name, joined from all ranks."""

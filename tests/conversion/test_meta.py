@@ -111,13 +111,30 @@ def edited(file, change):
     torch.save(tensors, file)
 
 
+INTEGERS = torch.ones(32, dtype=torch.int8)
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
         (lambda f: (f / "consolidated.00.pth").unlink(), "no consolidated.00.pth, but .*01.pth"),
         (
             lambda f: (f / "consolidated.01.pth").unlink(),
-            "wq.weight is .* of 1 rank; params.json implies",
+            "wq.weight is .* on each of 1 rank in .*; the config implies",
+        ),
+        (
+            lambda f: edited(
+                f / "consolidated.01.pth",
+                lambda t: t.update({"norm.weight": torch.ones(32).half()}),
+            ),
+            r"norm.weight is \(32,\) of torch.float32 in .*00.pth, but \(32,\) of torch.float16 in",
+        ),
+        (
+            lambda f: [
+                edited(f / f"consolidated.0{i}.pth", lambda t: t.update({"norm.weight": INTEGERS}))
+                for i in (0, 1)
+            ],
+            "norm.weight in .*00.pth is torch.int8: quantised weights are not supported",
         ),
         (lambda f: (f / "params.json").unlink(), "has no params.json"),
         (

@@ -17,13 +17,15 @@ Share(0, blocks=2)   of each half its rows: [gate; up] is [gate_r; up_r] on rank
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Shaped
 from torch import Tensor
 
+from dolmen.conversion.weights import require_float
+from dolmen.core.messages import plural
 from dolmen.families.rules import Each, Rule, Shape, Split, StoredTensor
 from dolmen.files.gate import refuse
 from dolmen.files.safetensors import Spec, Stored
@@ -100,6 +102,23 @@ class Share:
         if self.dim is None:
             return shape
         return tuple(n * size if i == self.dim else n for i, n in enumerate(shape))
+
+    def check(self, parts: Sequence[Stored], shape: Shape) -> None:
+        """Raise ValueError unless the `parts` of a tensor, one of each rank, have one shape and one
+        dtype, which weights may have, and make up a tensor of `shape`.
+        """
+        first = parts[0]
+        require_float(first)
+        if other := next((part for part in parts if part.spec != first.spec), None):
+            raise ValueError(
+                f"{first.name} is {first.spec.shape} of {first.spec.dtype} in {first.file}, but "
+                f"{other.spec.shape} of {other.spec.dtype} in {other.file}"
+            )
+        if (full := self.full_shape(first.spec.shape, len(parts))) != shape:
+            raise ValueError(
+                f"{first.name} is {first.spec.shape} on each of {plural(len(parts), 'rank')} in "
+                f"{first.file}, {full} together; the config implies {shape}"
+            )
 
     def cut(self, tensor: Shaped[Tensor, "*whole"], rank: int, size: int) -> Tensor:
         """Return the part of `tensor` (padded already) that rank `rank` of `size` ranks holds."""
