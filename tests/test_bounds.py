@@ -15,6 +15,7 @@ import torch
 
 from dolmen.checkpoint import seal
 from dolmen.cli import planning
+from dolmen.conversion.megatron import dist
 from dolmen.core import config, consensus
 from dolmen.core.environment import Launch
 from dolmen.files import (
@@ -172,6 +173,12 @@ BOUNDS: dict[str, Callable[[Path], Bound]] = {
     ),
     "actions of a search": lambda _: Bound(
         search, 2, 3, "18 actions", schedule_search, "MOST_ACTIONS", 12
+    ),
+    "updates of an optimizer": lambda folder: Bound(
+        lambda step: dist._number(step, folder), 2**40 - 1, 2**40, "which is not a whole number"
+    ),
+    "least updates of an optimizer": lambda folder: Bound(
+        lambda step: dist._number(step, folder), 0, -1, "which is not a whole number"
     ),
     "a port": lambda _: Bound(
         lambda port: launched(MASTER_PORT=port), 65535, 65536, "must be from 0 to 65535"

@@ -1,6 +1,7 @@
 """Each kind of difference, made of random numbers, is told as that kind."""
 
 import math
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -9,6 +10,7 @@ from rich.console import Console
 
 from dolmen.comparison.classify import classify
 from dolmen.comparison.compare import Side, TensorComparison, compare_recordings
+from dolmen.comparison.compare import _compare_weights as compare_weights
 from dolmen.comparison.diff import DiffReport
 from dolmen.comparison.recording import Recorded, RecordedShard, Recording
 from dolmen.core.topology import Topology
@@ -363,3 +365,23 @@ def test_parts_and_sums_of_ranks_in_words(axis):
     parts = W / 3, W * 2 / 3 + 0
     said = f"the sum of the {axis} ranks' values is right: they were not all-reduced"
     assert cause([(0, parts[0]), (0, parts[1])]) == said
+
+
+@pytest.mark.parametrize("other, unit", [(torch.float32, 0.0), (torch.bfloat16, 2 * 2.0**-8)])
+def test_weights_differ_by_rounding_where_their_dtypes_differ(other, unit):
+    """Two units of the coarser dtype are allowed, and none where both are stored alike."""
+
+    def compared(moved: float) -> TensorComparison:
+        a, b = (side({("weights", "w"): [weights]}) for weights in (W, W * (1 + moved)))
+        b = replace(b, recording=replace(b.recording, rest=other))
+        (row,) = compare_weights(a, b)
+        return row
+
+    assert compared(0.0).allowed == unit and compared(0.0).ok
+    for moved in (0.9 * unit, 1.1 * unit + 1e-6):
+        assert compared(moved).ok == (moved <= unit)
+    only = side({})
+    (row,) = compare_weights(side({("weights", "w"): [W]}), only)
+    assert row.difference == math.inf and row.note == "only A has it"
+    (row,) = compare_weights(only, side({("weights", "w"): [W]}))
+    assert row.note == "only B has it"
