@@ -412,7 +412,7 @@ def families() -> dict[str, Family]:
         for file in pkgutil.iter_modules([str(HERE)])
     ]
     known = {v.name: v for module in modules for v in vars(module).values() if type(v) is Family}
-    return {name: known[name] for name in sorted(known, key=lambda name: name.replace("-", "_"))}
+    return dict(sorted(known.items()))
 
 
 def find_family(name: Any) -> Family:

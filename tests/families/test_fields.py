@@ -40,3 +40,8 @@ def test_limits_are_told_with_the_field():
     for size, words in ((0, "at least 1"), (2**40, "at most 4,194,304")):
         with pytest.raises(ValueError, match=f"hidden_size is {size}: it must be {words}"):
             replace_fields(model, {"hidden_size": size})
+
+
+def test_families_are_listed_by_name():
+    assert [*families()] == sorted(families())
+    assert all(name == family.name for name, family in families().items())
