@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import tempfile
 
 import pytest
 
@@ -202,6 +203,15 @@ def test_folders_of_killed_launchers_alone_are_deleted(tmp_path):
 
 def failure(code: int, at: float, rank: int = 0, text: str | None = None) -> launcher.Failure:
     return launcher.Failure(rank, 100 + rank, code, at, {"text": text} if text else {})
+
+
+def test_the_folder_of_a_launcher_is_locked_while_it_lives(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with launcher._reports() as folder, launcher._reports() as other:
+        assert folder.is_dir() and other.is_dir() and folder != other
+        with open(folder / launcher.OURS, "r+") as mark:
+            assert not filesystem.lock(mark, wait=False)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
