@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -203,6 +204,33 @@ def test_folders_of_killed_launchers_alone_are_deleted(tmp_path):
 
 def failure(code: int, at: float, rank: int = 0, text: str | None = None) -> launcher.Failure:
     return launcher.Failure(rank, 100 + rank, code, at, {"text": text} if text else {})
+
+
+def seconds_of(process_id: int) -> float:
+    """How long a process runs, by the kernel's count of ticks since the machine has started."""
+    ticks = int(Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[19])
+    return float(Path("/proc/uptime").read_text().split()[0]) - ticks / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_command_was_started_with_its_process_or_its_launcher(environment, monkeypatch):
+    """A script that calls dolmen is started when it calls; of two processes the older counts."""
+    parent = os.getppid()
+    assert process._age("self") == pytest.approx(seconds_of(os.getpid()), abs=0.5)
+    assert process._age(str(parent)) == pytest.approx(seconds_of(parent), abs=0.5)
+    assert process._age(str(2**22 + 1)) == 0.0, "no process has such a number"
+    ages = {"self": 5.0, "7": 20.0, str(parent): 30.0}
+    monkeypatch.setattr(process, "_age", ages.__getitem__)
+    monkeypatch.setattr(process.time, "time", lambda: 100.0)
+    environment()
+    assert process.started_at(True) == 100.0
+    monkeypatch.setattr("sys.argv", ["/bin/dolmen"])
+    assert (process.started_at(False), process.started_at(True)) == (95.0, 95.0)
+    environment(**{strings.RUN: "a run"})
+    assert (process.started_at(False), process.started_at(True)) == (95.0, 70.0)
+    environment(**{process.LAUNCHER: "7"})
+    assert process.started_at(True) == 80.0
+    ages["7"] = 1.0
+    assert process.started_at(True) == 95.0
 
 
 def test_the_folder_of_a_launcher_is_locked_while_it_lives(tmp_path, monkeypatch):
