@@ -417,7 +417,6 @@ def test_one_example_is_shown_with_what_is_trained(of_chats, tmp_path):
         ({"template": None}, "no chat template: give --data.template a Jinja file.*chatml, alpaca"),
         ({"template": "mine"}, "--data.template mine is neither a file nor one of"),
         ({"tokenizer": "bpe:300"}, "bpe:300 trains a tokenizer"),
-        ({"validation_fraction": 0.7}, "use 0 .* to 0.5"),
         ({"sequence_length": 4}, "none is left to train on"),
     ],
 )
