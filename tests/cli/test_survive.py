@@ -183,7 +183,7 @@ def test_sigterm_is_not_restarted(tmp_path, monkeypatch, capfd):
 def test_a_stopped_rank_is_named(material, tmp_path):
     """SIGSTOP to rank 1: it cannot report, so rank 0 does, and nothing is left behind."""
     out = tmp_path / "run"
-    argv = trainer(material.file, "--out", out, *ENDLESS, *TWO, "--train.hang-seconds", 2)
+    argv = trainer(material.file, "--out", out, *ENDLESS, *TWO, "--train.hang-seconds", 10)
     launcher = subprocess.Popen(argv, stderr=subprocess.PIPE, text=True)
     try:
         assert wait(lambda: at_step(out, 3)), launcher.communicate()
