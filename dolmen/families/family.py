@@ -252,8 +252,8 @@ class Family:
     @cached_property
     def schema(self) -> Any:
         """Type hint that a config.json of the family is checked against: model_type (required), and
-        where present its fields under each of their names, special tokens, dtype, auto_map, and
-        dolmen's own fields under "dolmen", where unknown keys are errors.
+        where present its fields under each of their names, special tokens, dtype, auto_map, labels,
+        and dolmen's own fields under "dolmen", where unknown keys are errors.
         """
         fields = {n: f.kind for f in self.fields if not f.ours for n in (f.name, *f.aliases)}
         # under "dolmen", where unknown keys are errors
@@ -263,6 +263,7 @@ class Family:
             **kinds.SPECIAL_TOKENS,
             **dict.fromkeys(("dtype", "torch_dtype"), kinds.NAME | None),
             "auto_map": dict[str, kinds.NAME | list[kinds.NAME | None]] | None,
+            "id2label": dict[Any, Any] | None,
         }
         return typed_dict({"model_type": kinds.NAME}, fields | other_names)
 

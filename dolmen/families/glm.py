@@ -237,8 +237,9 @@ def is_glm_10b_config(config: Mapping[str, Any]) -> bool:
     """Return whether a config.json of model_type "glm" is GLM-10B's, not GLM-4's, by its
     architectures or by fields that GLM-4 lacks.
     """
-    # GLMModel; GLM-4's is GlmForCausalLM
-    named = any(name.startswith("GLM") for name in config.get("architectures") or ())
+    # GLMModel; GLM-4's is GlmForCausalLM. The schema is checked once the family is known
+    classes = config.get("architectures")
+    named = isinstance(classes, list) and any(str(name).startswith("GLM") for name in classes)
     fields = {"num_layers", "max_sequence_length", "block_position_encoding"}
     return named or bool(fields & config.keys())
 

@@ -8,7 +8,9 @@ refused.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Interval
 
 from dolmen.core.config import AboveZero
 from dolmen.core.messages import brief
@@ -54,7 +56,7 @@ FIELDS = (
     common.vocab_size(50368),
     Field(
         "expansion_ratio",
-        AboveZero,
+        Annotated[float, Interval(gt=0, le=1024)],
         4,
         "Width of the feed-forward layer relative to d_model; transformers supports only 4.",
     ),
@@ -71,7 +73,8 @@ FIELDS = (
 
 def read(config: dict[str, Any]) -> ModelSpec:
     """Return the spec of an MPT config.json: ALiBi, LayerNorms without bias, a plain feed-forward
-    layer, no biases. Raises ValueError for a value in attn_config that is not supported.
+    layer, no biases. Raises ValueError for a value in attn_config that is not supported, and for a
+    feed-forward layer without width.
     """
     heads, stated = config["n_heads"], config["attn_config"] or {}
     for name, allowed in ONLY.items():
@@ -90,9 +93,13 @@ def read(config: dict[str, Any]) -> ModelSpec:
         scale=None if scale is None else float(scale),
         positions=AlibiSpec(),
     )
-    mlp = MLPSpec(
-        int(config["d_model"] * config["expansion_ratio"]), gated=False, activation="gelu"
-    )
+    size = int(config["d_model"] * config["expansion_ratio"])
+    if size < 1:
+        raise ValueError(
+            f"expansion_ratio is {config['expansion_ratio']}, with which the feed-forward layer "
+            f"has no column: it must be at least 1 / d_model (1 / {config['d_model']:,})"
+        )
+    mlp = MLPSpec(size, gated=False, activation="gelu")
     norm = replace(common.layer_norm(config), bias=False)
     return common.make_spec(config, FIELDS, [BlockSpec(mixer, mlp, norm)] * config["n_layers"])
 

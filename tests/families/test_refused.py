@@ -146,6 +146,8 @@ from dolmen.model.spec import check_sharding
         ("starcoder2", "partial_rotary_factor", 0.5),
         ("starcoder2", "num_attention_heads", 25),
         ("mpt", "expansion_ratio", 0),
+        ("mpt", "expansion_ratio", 1e-9),
+        ("mpt", "expansion_ratio", 1e308),
         ("mpt", "logit_scale", "inv_sqrt_d_model"),
         ("mpt", "no_bias", False),
         ("mpt", "norm_type", "rmsnorm"),
@@ -174,6 +176,17 @@ def test_a_yarn_that_cannot_be(field, value):
     yarn = {"rope_type": "yarn", "factor": 2.0, field: value}
     with pytest.raises(ValueError, match=field):
         ModelConfig({"model_type": "qwen2", "rope_parameters": yarn})
+
+
+@pytest.mark.parametrize("classes", [5, [None, 0.5], "GLMModel"])
+def test_classes_that_are_no_list_of_names_choose_no_family(classes):
+    assert ModelConfig({"model_type": "glm", "architectures": classes}).model_type == "glm"
+
+
+def test_labels_that_are_no_mapping():
+    classes = ["LlamaForSequenceClassification"]
+    with pytest.raises(ValueError, match="id2label is 5"):
+        ModelConfig({"model_type": "llama", "architectures": classes, "id2label": 5})
 
 
 def test_two_forms_of_the_kinds_of_layers_that_disagree():
