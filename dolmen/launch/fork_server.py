@@ -50,11 +50,12 @@ class ForkServer:
         """Ask for one more worker, with these environment variables, RANK among them. No-op if the
         server has ended.
         """
+        self.connection.settimeout(None)  # a full socket is waited for, whatever `receive` has set
         try:
             self.connection.send(
                 b"\0".join(os.fsencode(f"{n}={v}") for n, v in environment.items())
             )
-        except OSError:
+        except ConnectionError:
             pass  # `receive` reports it
 
     def receive(self, seconds: float | None = None) -> tuple[int, int, int | None] | None:
@@ -65,7 +66,7 @@ class ForkServer:
         self.connection.settimeout(seconds)
         try:
             message = self.connection.recv(MESSAGE_BYTES)
-        except TimeoutError:
+        except (TimeoutError, BlockingIOError):  # the second for 0 seconds
             return None
         except ConnectionError:
             message = b""

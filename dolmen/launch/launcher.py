@@ -220,7 +220,7 @@ class _WorkerGroup:
         hangs = [failure.report["text"] for failure in failures if failure.report.get("hang")]
         print(hangs[0] if hangs else cause(failures), file=sys.stderr, flush=True)
         # every rank that failed by itself refused its input: a restart would refuse again
-        if codes <= {2, -signal.SIGTERM} and not hangs:
+        if 2 in codes and codes <= {2, -signal.SIGTERM} and not hangs:
             return _End(2, True)
         return _End(1, any(failure.report.get("final") for failure in failures))
 
@@ -259,10 +259,16 @@ def _failure(rank: int, pid: int, code: int, file: Path) -> Failure:
 
 def cause(failures: Sequence[Failure]) -> str:
     """Return a text about the worker that failed first. A rank killed by a signal from outside
-    (other than SIGTERM) comes first, else the earliest failure: its traceback with rank and exit
-    code, or its message alone for refused input (exit code 2).
+    comes first, else the earliest failure: its traceback with rank and exit code, or its message
+    alone for refused input (exit code 2). `failures`: in the order in which workers ended.
     """
-    killed = [f for f in failures if f.exit_code < 0 and f.exit_code != -signal.SIGTERM]
+    # the launcher sends SIGTERM, and only after the first failure
+    killed = [
+        failure
+        for failure in failures
+        if failure.exit_code < 0
+        and (failure is failures[0] or failure.exit_code != -signal.SIGTERM)
+    ]
     if killed:
         first, name = killed[0], signal.Signals(-killed[0].exit_code).name
         hint = " (out of memory?)" if name == "SIGKILL" else ""

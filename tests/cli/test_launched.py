@@ -4,6 +4,7 @@ import os
 import signal
 import socket
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from dolmen.core import filesystem
 from dolmen.core.torch_private import strings
 from dolmen.launch import launcher, process, watchdog
+from dolmen.launch.fork_server import ForkServer
 
 NAMES = (
     *("RANK", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_STEP_ID", strings.RUN, strings.ONE_STORE),
@@ -265,6 +267,10 @@ def test_the_folder_of_a_launcher_is_locked_while_it_lives(tmp_path, monkeypatch
             "no traceback\ndolmen: rank 2 failed (exit code 1); all ranks were stopped",
         ),
         (
+            [failure(-signal.SIGTERM, 9.0, 3), failure(1, 8.0, 2)],
+            "dolmen: rank 3 (pid 103) was killed by SIGTERM; all ranks were stopped",
+        ),
+        (
             [failure(130, 2.0, 0), failure(143, 1.0, 1)],
             "no traceback\ndolmen: rank 1 failed (exit code 143); all ranks were stopped",
         ),
@@ -272,3 +278,21 @@ def test_the_folder_of_a_launcher_is_locked_while_it_lives(tmp_path, monkeypatch
 )
 def test_the_first_failure_is_told(failures, text):
     assert launcher.cause(failures) == text
+
+
+def test_ranks_are_asked_for_while_the_fork_server_reads_slowly():
+    """After a restart the socket has the timeout of the last message: here none is waited for. It
+    holds a few hundred messages.
+    """
+    server = ForkServer.__new__(ForkServer)
+    server.connection, end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with server.connection, end:
+        assert server.receive(0.0) is None
+        asking = threading.Thread(
+            target=lambda: [server.fork({"RANK": str(rank)}) for rank in range(1000)]
+        )
+        asking.start()
+        asking.join(0.2)
+        end.settimeout(10)
+        assert [end.recv(100) for _ in range(1000)] == [b"RANK=%d" % i for i in range(1000)]
+        asking.join()

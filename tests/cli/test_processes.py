@@ -345,6 +345,15 @@ def test_a_rank_that_is_killed_is_named(run):
     )
 
 
+def test_a_rank_that_is_told_to_end_by_another_program_is_no_refusal(run):
+    """As by a daemon that frees memory: a restart may mend it, so the code is not that of input."""
+    code, _, complained = run(
+        "if RANK == '1': os.kill(os.getpid(), signal.SIGTERM)\nif RANK == '0': time.sleep(600)"
+    )
+    assert code == 1 and complained.startswith("dolmen: rank 1 (pid ")
+    assert complained.endswith(") was killed by SIGTERM; all ranks were stopped\n")
+
+
 def test_a_rank_that_has_to_be_killed_is_not_the_cause(run, tmp_path, monkeypatch):
     """Rank 0 ignores SIGTERM, as one that a debugger has stopped: rank 1 failed by itself."""
     monkeypatch.setattr(launcher, "GRACE", 0.2)
@@ -414,13 +423,15 @@ def test_what_a_worker_raises_is_told_once(run, tmp_path):
 )
 def test_requests_are_forwarded(run, tmp_path, sent, code, heard):
     """Workers save and end with the code, or, not yet listening, die of the request: the launcher's
-    answer is the same.
+    answer is the same. Rank 0 takes a while to save; that rank 1 has died of the request by then
+    is a reason to tell it to end once more, which it ignores.
     """
     before = {s: signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)}
     meanwhile(lambda: len(list(tmp_path.glob("ready*"))) == 2, lambda: os.kill(os.getpid(), sent))
     assert run(
-        f"if RANK == '0': signal.signal(signal.{heard}, lambda *_: (print('saved', flush=True), "
-        f"os._exit({code})))\n"
+        f"def save(*_): time.sleep(0.1); print('saved', flush=True); os._exit({code})\n"
+        f"if RANK == '0': signal.signal(signal.{heard}, save)\n"
+        "if RANK == '0': signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         f"if RANK: open({str(tmp_path)!r} + '/ready' + RANK, 'w').close(); time.sleep(60)"
     ) == (code, "saved\n", "")
     assert {s: signal.getsignal(s) for s in before} == before
