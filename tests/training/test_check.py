@@ -19,6 +19,7 @@ from dolmen import families
 from dolmen.cli.runs import parse_run
 from dolmen.conversion import hf
 from dolmen.core.config import to_dict
+from dolmen.core.torch_private import compute
 from dolmen.data.config import DataConfig
 from dolmen.data.inputs import Inputs
 from dolmen.data.sources import DataSource, resolve_sources
@@ -34,13 +35,14 @@ from dolmen.recipes import RECIPES
 from dolmen.recipes.overrides import build_request
 from dolmen.rl.config import CriticConfig, PPOConfig, RolloutConfig
 from dolmen.training import worker
+from dolmen.training.checks import rollout
 from dolmen.training.checks.folder import check_overwrite, check_same_model, check_same_optimizer
-from dolmen.training.checks.rollout import check_group_size
+from dolmen.training.checks.rollout import check_group_size, check_rollout
 from dolmen.training.checks.run import check_exportable, check_layout, validate_computation
 from dolmen.training.config import FinishConfig, RunConfig, TrainConfig
 from dolmen.training.evaluate import read_prompts
 from dolmen.training.request import write_config
-from dolmen.training.resolve import Data, resolve, resolve_model
+from dolmen.training.resolve import Data, ResolvedRun, resolve, resolve_model
 from dolmen.training.start import changes_since
 
 material, one_thread = tinyrun.material, tinyrun.one_thread
@@ -234,6 +236,25 @@ def test_what_equal_rewards_or_no_prompt_would_make_useless_is_refused(tmp_path)
     assert read_prompts(str(prompts)) == ["a", " b"]
     with pytest.raises(ValueError, match="train.fp8.margin is set, but 8-bit training is off"):
         TrainConfig(fp8=Fp8Config(margin=1))
+
+
+def test_what_rollouts_need_of_the_device_is_known_before_a_run_starts(material, monkeypatch):
+    """--train.device auto is the CPU, or a GPU, by what this machine has."""
+    options = {"importance_sampling_cap": 2.0, "epochs": 1}
+    run = material.config(
+        data={"rows": "prompts", "path": (str(material.docs),)},
+        objective={"name": "grpo"},
+        reward=("stub",),
+        train={"device": "auto"},
+    )
+    monkeypatch.setattr(compute, "find_compiler", lambda: "")
+    cases = ((0, {"compile": True}, "a C.. compiler"), (1, {"weights": "int8"}, "only on a CPU"))
+    for gpus, more, match in cases:
+        for visible in (0, 1):
+            monkeypatch.setattr(rollout, "visible_gpus", lambda choice, visible=visible: visible)
+            found = replace(run, rollout=RolloutConfig(**options, **more))
+            with pytest.raises(ValueError, match=match) if visible == gpus else nullcontext():
+                check_rollout(ResolvedRun(found, found))
 
 
 def test_a_dry_run_compares_the_critic_with_the_model(material, tmp_path):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dolmen.conversion.source import ModelSource
+from dolmen.core.device import visible_gpus
 from dolmen.core.messages import plural
 from dolmen.families import compare_fields
 from dolmen.model.layout import Layout
@@ -85,12 +86,13 @@ def check_rollout(resolved: ResolvedRun) -> None:
     _check_rewards(resolved)
     # raises ValueError where the iteration does not fit the batch, or is too far off-policy
     run.rollout.updates(run.train.global_batch_size)
+    device = "cuda" if visible_gpus(run.train.device) else "cpu"
     if run.rollout.weights == "int8":
-        _check_int8(run)
+        _check_int8(run, device)
     if resolved.draft is not None:
         check_draft(resolved.draft.spec, run.spec)
     if run.rollout.compile:
-        check_compile(run.rollout.tp or run.layout.tp, run.train.device, "rollout.")
+        check_compile(run.rollout.tp or run.layout.tp, device, "rollout.")
 
 
 def _check_rewards(resolved: ResolvedRun) -> None:
@@ -138,10 +140,10 @@ def _check_replay(train: TrainConfig, model: ModelSpec) -> None:
         )
 
 
-def _check_int8(run: RunConfig) -> None:
+def _check_int8(run: RunConfig, device: str) -> None:
     """Raise ValueError if a run with rollout.weights int8 (which is set) is not GRPO, does not
-    correct for the other probabilities by importance sampling, or has a model or device that cannot
-    compute in int8.
+    correct for the other probabilities by importance sampling, or has a model or `device` (cpu or
+    cuda) that cannot compute in int8.
     """
     if run.objective.name != "grpo":
         raise ValueError(
@@ -153,7 +155,7 @@ def _check_int8(run: RunConfig) -> None:
             "rollout.weights int8 samples from other probabilities than are trained on: correct "
             "for it with --rollout.importance-sampling-cap 2, or leave it out"
         )
-    check_int8(run.spec, "cuda" if run.train.device == "cuda" else "cpu", sharded=False)
+    check_int8(run.spec, device, sharded=False)
 
 
 def check_rollout_layout(run: RunConfig, reward_models: Mapping[str, ModelSource]) -> None:
