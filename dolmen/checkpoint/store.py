@@ -236,8 +236,9 @@ class Checkpoints:
     def together(self, step: int, work: Callable[[], T]) -> list[T]:
         """Call `work()` on each rank and return the results of all ranks, by rank. Collective. If
         `work` raises KeyError, ValueError or OSError on any rank, every rank raises: Damaged if a
-        rank found damage, else its own error, or a ValueError with the first failed rank's. Raises
-        ValueError too unless all ranks have the same `step`, that of the checkpoint concerned.
+        rank found damage, else its own error, or one of the kind (KINDS) and with the text of the
+        first failed rank's. Raises ValueError too unless all ranks have the same `step`, that of
+        the checkpoint concerned.
         """
         error = value = None
         try:

@@ -142,14 +142,16 @@ def offload_parts(
     parts = [OffloadPart(generator, OffloadableMemory(generator.parameters, pinned, keep=False))]
     for model, optimizer in trained:
         parts.append(OffloadPart(model, OffloadableMemory(model.parameters, pinned)))
-        memory = OffloadableMemory(_optimizer_tensors(optimizer), pinned)
+        memory = OffloadableMemory(_state_tensors(optimizer), pinned)
         parts.append(OffloadPart(model, memory, is_optimizer=True))
     weights = [(model, OffloadableMemory(model.parameters, pinned)) for model in frozen]
     return parts + [OffloadPart(*weight) for weight in weights]
 
 
-def _optimizer_tensors(optimizer: Optimizer) -> Callable[[], Iterable[Tensor]]:
-    """Return a function that yields the optimizer's tensors at the time of its call."""
+def _state_tensors(optimizer: Optimizer) -> Callable[[], Iterable[Tensor]]:
+    """Return a function that yields the tensors of the optimizer's state (moments, no parameters)
+    that there are at the time of its call.
+    """
 
     def tensors() -> Iterable[Tensor]:
         """Yield the moments of all parameters."""

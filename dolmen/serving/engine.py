@@ -13,10 +13,10 @@
 Every step is one forward (scheduler.py decides of which tokens, model_runner.py computes it), from
 whose logits the next token of each sequence that has been read is sampled (sampler.py). With a
 proposer the next tokens of each sequence are drafted before, and the forward verifies them
-(speculation.py). All ranks
-of tp and pp make the same calls with the same values, sample the same tokens, and so schedule the
-same. Where one rank decides which requests come and go, as a server's does, it informs the others
-between steps (`consensus.run_on_rank_zero`; docs/how-to/generation.md).
+(speculation.py). All ranks of tp and pp make the same calls with the same values, sample the same
+tokens, and so schedule the same. Where one rank decides which requests come and go, as a server's
+does, it informs the others between steps (`consensus.run_on_rank_zero`;
+docs/how-to/generation.md).
 """
 
 import itertools

@@ -157,7 +157,9 @@ class TrainConfig:
 
     @property
     def training(self) -> Training:
-        """Training options of this section that act inside the model: dropout, router, fp8."""
+        """Training options of this section that act inside the model: dropout, router, fp8, and the
+        attention backend as it was requested.
+        """
         fp8 = None if self.precision is None else Fp8(self.precision, self.fp8)
         return Training(
             self.dropout, self.router, fp8=fp8, attention=AttentionChoice(self.attention)
