@@ -304,6 +304,8 @@ def end(text: str, code: int = 1, **facts: bool) -> NoReturn:
     useless; hang: a rank hung), or to stderr where another launcher or none started it.
     """
     if launched_here():
+        # names of files may be no UTF-8; the launcher's JSON reader refuses such text
+        text = text.encode(errors="backslashreplace").decode()
         with open(os.environ[ERROR_FILE], "w") as f:
             json.dump({"text": text, "when": time.time(), **facts}, f)
     else:

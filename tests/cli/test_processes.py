@@ -662,7 +662,9 @@ def test_guarded_worker(ended, capsys, monkeypatch, tmp_path):
         (ArithmeticError("x"), 1, "Traceback"),
         (BadInput("use y"), 2, "dolmen: use y"),
         (KeyboardInterrupt(), 1, "Traceback"),
+        (ArithmeticError(os.fsdecode(b"no file x\xff")), 1, "Traceback"),
     ):
         assert ended(raiser(error)) == ("at once", code)
-        assert json.loads((tmp_path / "error").read_text())["text"].startswith(said)
+        report = launcher._failure(0, 1, code, tmp_path / "error").report
+        assert report["text"].startswith(said)
     assert capsys.readouterr().err == ""
