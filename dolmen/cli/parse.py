@@ -23,6 +23,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from inspect import cleandoc
 from itertools import chain, pairwise, takewhile
+from shutil import get_terminal_size
 from textwrap import wrap
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -269,7 +270,14 @@ def _stray_words_message(argv: Sequence[str], places: Sequence[int], verb: str) 
 
 
 WIDTH = 88
+"""Columns of a help text, in a terminal that has them."""
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT"}
+
+
+def help_width(most: int) -> int:
+    """Return the columns at which a help text is wrapped: `most`, or fewer in a narrow terminal."""
+    # without a terminal `most`; below 40 columns lines would be single words
+    return max(40, min(most, get_terminal_size((most, 24)).columns))
 
 
 def full_help(verb: str, about: str, groups: Sequence[OptionGroup]) -> str:
@@ -282,12 +290,12 @@ def full_help(verb: str, about: str, groups: Sequence[OptionGroup]) -> str:
     for paragraph in cleandoc(about).split("\n\n"):
         # an indented command is not wrapped
         example = paragraph.startswith(" ")
-        lines += [*([paragraph] if example else wrap(paragraph, WIDTH)), ""]
+        lines += [*([paragraph] if example else wrap(paragraph, help_width(WIDTH))), ""]
     for option in places:
         lines += [f"  {option.name.upper()}", *_describe_option(option)]
     for group in (group for group in groups if group.options):
         title = f"{group.title} options: {group.about}" if group.title else "options:"
-        lines += [*([""] if lines[-1] else []), *wrap(title, WIDTH)]
+        lines += [*([""] if lines[-1] else []), *wrap(title, help_width(WIDTH))]
         if not group.title:
             lines += ["  -h, --help", "      Show this help and exit."]
         for option in group.options:
@@ -305,8 +313,13 @@ def _synopsis(option: Option) -> list[str]:
     value = _metavar(option.hint)
     # one word at each time
     value = value.strip("[]").replace(" ...", "") if Mark.REPEATED in option.marks else value
-    form = f"--{option.name} {value}"
-    return wrap(form, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    return wrap(
+        f"--{option.name} {value}",
+        help_width(WIDTH),
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_on_hyphens=False,
+    )
 
 
 def _metavar(hint: Any) -> str:
@@ -329,7 +342,7 @@ def _describe_option(option: Option) -> list[str]:
     if option.default is not MISSING:
         unset = option.default is None or option.default in ("", ())
         default = "" if unset else f"(default: {_format_words(option.default)})"
-    lines = wrap(f"{option.text} {default}", WIDTH - 6, break_on_hyphens=False)
+    lines = wrap(f"{option.text} {default}", help_width(WIDTH) - 6, break_on_hyphens=False)
     return [f"      {line}" for line in lines]
 
 

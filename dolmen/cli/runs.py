@@ -13,7 +13,16 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from dolmen import families
-from dolmen.cli.parse import HELP, Option, OptionGroup, full_help, groups, options, parse
+from dolmen.cli.parse import (
+    HELP,
+    Option,
+    OptionGroup,
+    full_help,
+    groups,
+    help_width,
+    options,
+    parse,
+)
 from dolmen.core.config import Mark, Words, from_dict, plain_type, to_dict
 from dolmen.core.messages import BadInput, unknown_options
 from dolmen.families import Field, ModelConfig
@@ -124,6 +133,10 @@ SHORT = {
     ),
 }
 """Short help by recipe; other runs have that of their objective."""
+START = {"init": "MODEL", "data.tokenizer": "DIR"}
+"""Values that stand in the example for what a run of pretraining starts from."""
+PAGES = {"pretrain": "how-to/data.md", "continue-language": "how-to/vocabulary.md"}
+"""Page of docs by recipe."""
 
 
 def short_help(name: str | None, run: RunConfig) -> str:
@@ -153,7 +166,11 @@ def _format_short_help(kind: str, name: str, about: str, run: RunConfig) -> str:
     """Return the short help text that SHORT has for recipes of the `kind`, with the name and
     description (`about`) of the recipe `name`, and the values of `run` as defaults.
     """
-    short, page = SHORT[kind], "how-to/data.md" if kind == "pretrain" else "how-to/tuning.md"
+    short, page = SHORT[kind], PAGES.get(name, PAGES.get(kind, "how-to/tuning.md"))
+    # without a name the run is not yet known
+    needed = _start_options(run) if kind == "pretrain" and name != "RECIPE" else ()
+    example = " ".join([short.example, *(f"--{option} {START[option]}" for option in needed)])
+    required = {*short.required, *needed}
     # one column of names, so texts are aligned
     width = max(map(len, short.options)) + 2
     model_type = run.model and run.model.model_type
@@ -163,25 +180,39 @@ def _format_short_help(kind: str, name: str, about: str, run: RunConfig) -> str:
     lines = []
     for option in short.options:
         value = _format_value(values, option)
-        note = " (needed)" if option in short.required and not value else value and f" [{value}]"
+        note = " (needed)" if option in required and not value else value and f" [{value}]"
         line, indent = f"  --{option:{width}}{texts[option]}{note}", " " * (width + 4)
-        lines += wrap(line, 100, subsequent_indent=indent, break_on_hyphens=False)
+        lines += wrap(line, help_width(100), subsequent_indent=indent, break_on_hyphens=False)
     return "\n".join(
         [
             f"usage: dolmen train {name} [OPTIONS]",
             "",
-            *wrap(f"{name}: {about}.", 96),
+            *wrap(f"{name}: {about}.", help_width(96)),
             "",
-            f"  {short.example.format(name=name)}",
+            f"  {example.format(name=name)}",
             "",
             "The most important options, with their defaults in []:",
             "",
             *lines,
             "",
             *([short.note] if short.note else []),
-            f"dolmen train {name} --help --all lists every option; docs/{page} explains them.",
+            *wrap(
+                f"dolmen train {name} --help --all lists every option; docs/{page} explains them.",
+                help_width(100),
+            ),
         ]
     )
+
+
+def _start_options(run: RunConfig) -> tuple[str, ...]:
+    """Return the options of pretraining that a run needs besides its data: the model to start from,
+    or the tokenizer of a new model.
+    """
+    if run.init:
+        return ()
+    if run.model is None:
+        return ("init",)
+    return () if run.data.tokenizer else ("data.tokenizer",)
 
 
 def _summarize(option: Option) -> str:

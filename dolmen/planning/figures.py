@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dolmen.core.log import size
+from dolmen.core.log import gib, size
 from dolmen.core.messages import plural
 from dolmen.pages.page import evenly
 from dolmen.pages.picture import (
@@ -34,7 +34,6 @@ from dolmen.planning.plan import (
     Plan,
     StageMemory,
     Timeline,
-    describe_usable,
     words,
 )
 
@@ -158,8 +157,13 @@ def paint_memory_course(figure: Any, plan: Plan) -> None:
             # a step up as the action starts
             seconds += [times[0], times[0], times[1], times[1]]
             held += [held[-1], during, during, after]
-        gib = [count / GIB for count in held]
-        axes.plot(seconds, gib, color=colour, linestyle=dash, label=f"rank {rank}")
+        axes.plot(
+            seconds,
+            [count / GIB for count in held],
+            color=colour,
+            linestyle=dash,
+            label=f"rank {rank}",
+        )
     _add_limit(axes, plan)
     axes.set(xlabel="seconds", ylabel="GiB", xlim=(0, plan.timeline.simulation.span))
     axes.grid()
@@ -416,10 +420,14 @@ def _add_interval(axes: Any, value: Any, y: float, hint: str, filled: bool = Tru
 
 
 def _add_limit(axes: Any, plan: Plan) -> None:
-    """Draw a line at the memory of the plan's device, in GiB, with its name above."""
+    """Draw a line at the memory of the plan's device, in GiB; above it the device's name, its
+    memory, and how much of it layouts may use.
+    """
     device = plan.cluster.device
     axes.axhline(device.memory / GIB, **LIMIT)
-    text = f"{device.name}: {describe_usable(device.memory, plan.headroom)}"
+    text = f"{device.name}: {gib(device.memory)}"
+    if plan.headroom:
+        text += f", of which layouts use at most {gib(int(device.memory * (1 - plan.headroom)))}"
     place = 1, device.memory / GIB
     axes.annotate(
         text, place, (0, 3), ("axes fraction", "data"), "offset points", ha="right", weight="bold"

@@ -205,7 +205,10 @@ def _paint_losses(figure: Any, rows: Sequence[Mapping[str, Any]], title: str) ->
     rate.set_ylim(bottom=0)
     axis.set(xlabel="tokens (millions)", ylabel="loss (nats per token)", title=title)
     axis.grid()
-    axis.legend(loc="upper right")
+    # above the learning rate, whose line would cross the legend's words
+    axis.set_zorder(rate.get_zorder() + 1)
+    axis.patch.set_visible(False)
+    axis.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
 
 
 def _smooth(values: list[float]) -> list[float]:

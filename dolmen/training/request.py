@@ -53,7 +53,7 @@ gives an equal object.
 class ReplayConfig:
     """Repeat a step of a run with exact numerics from the checkpoint before it, at any layout, and
     compare the bits with those that the run recorded in receipts.jsonl. Exit code 1 if they
-    differ.
+    differ. Without --layout options the layout is that of the run.
     """
 
     folder: Annotated[str, Mark.POSITIONAL]

@@ -580,6 +580,31 @@ def test_the_short_help_is_made_of_the_help_of_the_options():
     assert "--data.path Rows with a `prompt` or `messages` (needed) " in shown
 
 
+def test_the_example_of_a_recipe_has_what_its_run_needs():
+    """A model to start from where the recipe has none, a tokenizer where its model is new."""
+    for name, needed in (
+        ("pretrain", "--init MODEL"),
+        ("continue-language", "--init MODEL"),
+        ("llama-8b", "--data.tokenizer DIR"),
+        ("quickstart", ""),
+    ):
+        shown = dolmen("train", name, "--help").out
+        assert f"  dolmen train {name} --data.path text/ {needed}".rstrip() + "\n" in shown
+        assert {
+            *re.findall(r"--(init|data.tokenizer) [^(]*?\(needed\)", " ".join(shown.split()))
+        } <= {needed.partition(" ")[0].strip("-")}, name
+    assert "docs/how-to/vocabulary.md" in dolmen("train", "continue-language", "--help").out
+
+
+@pytest.mark.parametrize("columns", [60, 80])
+def test_help_fits_a_narrow_terminal(columns, monkeypatch):
+    """Indented commands, which are copied, are not wrapped."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for words in (("train", "sft"), ("train", "llama-8b"), ("serve",)):
+        lines = dolmen(*words, "--help").out.splitlines()
+        assert [x for x in lines if len(x) > columns and "  dolmen " not in x] == []
+
+
 def test_every_run_has_a_short_help(tmp_path):
     """Of a recipe without one of its own, and of a file, that of its objective."""
     for name in RECIPES:

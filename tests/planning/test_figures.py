@@ -139,6 +139,10 @@ def test_memory_of_a_rank_is_a_column_below_the_limit(pp):
     totals = [f"{plan.ranked[0].memory[rank].total / GIB:.1f}" for rank in ranks]
     assert texts(axes) == (totals if pp == 8 else []) + ["a100: 80.00 GiB"]
     assert axes.lines[0].get_ydata() == [80, 80] and axes.get_ylim()[1] > 80
+    # the line is the device's memory, not the part of it that layouts may use
+    (axes,) = painted(figures.paint_memory, replace(plan, headroom=0.05)).axes
+    assert texts(axes)[-1] == "a100: 80.00 GiB, of which layouts use at most 76.00 GiB"
+    assert axes.lines[0].get_ydata() == [80, 80]
 
 
 def test_memory_along_a_schedule_follows_the_chunks_that_are_held():

@@ -6,6 +6,7 @@ from itertools import count
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.figure import Figure
 
 from dolmen.training import metrics
 from dolmen.training.metrics import MetricsFile, TensorBoard, TrackedRun, plot, read_metrics
@@ -125,6 +126,15 @@ def test_the_plot(tmp_path):
     write(tmp_path / "empty.jsonl")
     plot(tmp_path / "empty.jsonl", tmp_path / "empty.png", "a title")
     assert not (tmp_path / "empty.png").exists()
+
+
+def test_the_learning_rate_does_not_cross_the_legend():
+    """Its line is below the losses and their legend, which has a background."""
+    figure = Figure()
+    metrics._paint_losses(figure, [row(i) for i in range(1, 9)], "a title")
+    losses, rate = figure.axes
+    assert losses.get_zorder() > rate.get_zorder() and not losses.patch.get_visible()
+    assert losses.get_legend().get_frame_on()
 
 
 def test_the_running_mean():
