@@ -259,7 +259,12 @@ def open_sides(config: DiffConfig) -> SidePair:
         for side in (a, b):
             check_whole(side.source)
             check_head("diff", LMHeadSpec, side.source.spec)
-            side.layout.check(side.source.spec, length, sequences, 1)
+            try:
+                side.layout.check(side.source.spec, length, sequences, 1)
+            except ValueError as error:
+                # each side has a layout of its own
+                own = f"{side.name.lower()}.layout."
+                raise ValueError(str(error).replace("layout.", own)) from None
             if side.theirs:
                 check_expressible(side.source.model, side.source.spec)
             elif not process.launched_here():

@@ -253,7 +253,10 @@ def test_verify_names_the_first_tensor_too(folder, tmp_path, capsys):
         (["transformers", "transformers"], "both sides are transformers"),
         (["{}", "transformers", "--b.layout.tp", "2"], "--b.layout: side B is transformers"),
         (["{}", "no/such/model/here"], "no/such/model/here: no such folder"),
-        (["{}", "{}", "--a.layout.tp", "3"], "num_attention_heads (4) is not divisible by tp (3)"),
+        (
+            ["{}", "{}", "--b.layout.tp", "3"],
+            "num_attention_heads (4) is not divisible by tp (3): set --b.layout.tp to a divisor",
+        ),
         (["{}", "{}", "--optimizer.beta1", "2"], "optimizer.beta1 is 2.0: it"),
         (["{}"], "missing"),
     ],
