@@ -34,8 +34,8 @@ class Layout:
     communicates least.
     """
     dp: Positive | None = None
-    """Data parallelism: processes that train on different sequences; unset, as many as there are.
-    Default: number of processes (or visible GPUs) divided by the other sizes.
+    """Data parallelism: processes that train on different sequences; unset, as many as the other
+    sizes leave. Default: number of processes (or visible GPUs) divided by the other sizes.
     """
     ep: Positive = 1
     """Expert parallelism: processes of dp x cp that hold different experts. Adds no processes."""
