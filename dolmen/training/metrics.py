@@ -205,10 +205,15 @@ def _paint_losses(figure: Any, rows: Sequence[Mapping[str, Any]], title: str) ->
     rate.set_ylim(bottom=0)
     axis.set(xlabel="tokens (millions)", ylabel="loss (nats per token)", title=title)
     axis.grid()
-    # above the learning rate, whose line would cross the legend's words
-    axis.set_zorder(rate.get_zorder() + 1)
-    axis.patch.set_visible(False)
-    axis.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
+    # on the upper of both axes and nearly opaque, as the learning rate may cross its words
+    rate.legend(
+        *axis.get_legend_handles_labels(),
+        loc="upper right",
+        frameon=True,
+        framealpha=0.85,
+        facecolor=picture.PAPER,
+        edgecolor="none",
+    )
 
 
 def _smooth(values: list[float]) -> list[float]:
