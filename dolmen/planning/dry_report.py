@@ -75,10 +75,11 @@ class DryRunReport:
     @staticmethod
     def _add_rows(table: Table, title: str, rank_values: list[dict[str, Any]], format: Any) -> None:
         """Add a heading to the table, and a row for each name that any rank has a value of,
-        formatted by `format`; "-" where a rank has none.
+        formatted by `format`; "-" where a rank has none. A sum, "in all", is the last.
         """
         table.add_row(title, style="bold")
-        for name in sorted({name for values in rank_values for name in values}):
+        names = {name for values in rank_values for name in values}
+        for name in sorted(names, key=lambda name: (name == "in all", name)):
             cells = [format(values[name]) if name in values else "-" for values in rank_values]
             table.add_row(f"  {name}", *cells)
 

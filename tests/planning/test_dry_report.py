@@ -53,7 +53,7 @@ def test_the_table_has_a_column_of_each_rank(report):
     rows = dict(zip(first, zip(*ranks, strict=True), strict=True))
     assert first == [
         *("at rest", "  parameter", "at the peak", "  parameter", "  optimizer", "  reached in"),
-        *("FLOPs", "  head", "  in all", "  layers.attn", "  layers.mlp"),
+        *("FLOPs", "  head", "  layers.attn", "  layers.mlp", "  in all"),
         *("sent: messages and bytes", "  dp all-gather", "  pp send", "  tp all-reduce"),
     ]
     cells = [column[0] for column in ranks] + [column[2] for column in ranks]
