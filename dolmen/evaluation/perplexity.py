@@ -98,8 +98,8 @@ class Windows:
         """
         if self.stride == self.window:
             return (
-                f"whole documents of up to {self.window:,} tokens; the first token of each is not "
-                "counted"
+                f"documents in windows of up to {self.window:,} tokens; the first token of each "
+                "window is not counted"
             )
         return (
             f"documents in windows of {self.window:,} tokens with stride {self.stride:,}; the "

@@ -197,6 +197,10 @@ def test_the_command_says_what_the_function_gives(folder, monkeypatch, tmp_path)
     half = command(folder, "model", "--data.path", "text", "--dtype", "bfloat16")
     assert half.code == 0 and f"{evaluated(folder, dtype='bfloat16').loss:.6f} nats" in half.out
     assert f"{evaluated(folder).loss:.6f} nats" not in half.out
+    assert " ".join(half.out.split()).endswith(
+        f"documents in windows of up to {POSITIONS} tokens; the first token of each window is not "
+        "counted"
+    )
 
 
 def test_the_table_fits_80_columns(folder):
