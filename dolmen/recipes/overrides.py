@@ -167,14 +167,28 @@ def build_request(
     refuse_unknown(overrides, start.model.family)
     model_fields = {name: overrides.pop(name) for name in [*overrides] if name.startswith(MODEL)}
     handling = {f.name: overrides.pop(f.name) for f in fields(LaunchOptions) if f.name in overrides}
-    model = models.apply_options(
-        start, {name.removeprefix(MODEL): v for name, v in model_fields.items()}
-    )
+    try:
+        model = models.apply_options(
+            start, {name.removeprefix(MODEL): v for name, v in model_fields.items()}
+        )
+    except ValueError as error:
+        raise ValueError(_name_option(str(error), model_fields)) from None
     changed = replace(from_dict(RunConfig, unflatten(overrides), run), model=model)
     if "train.microbatch_size" not in overrides:
         changed = drop_unfit_microbatch(changed, run)
     request = TrainRequest.from_config(changed, from_dict(LaunchOptions, handling), name)
     return replace(request, opened=opened)
+
+
+def _name_option(text: str, options: Collection[str]) -> str:
+    """Return the message with the option as it is typed in place of the config.json field that it
+    starts with, if that is one of the dotted `options`.
+    """
+    for name in options:
+        field = name.removeprefix(MODEL)
+        if text.startswith(f"{field} is "):
+            return _flag(name) + text.removeprefix(field)
+    return text
 
 
 def drop_unfit_microbatch(changed: RunConfig, run: RunConfig) -> RunConfig:

@@ -92,20 +92,24 @@ OPTIONS = {
     ),
     "spares": ("--spares", "--spares is for processes that torchrun has started"),
     "nproc-0": ("--nproc 0", "--nproc is 0: it must be at least 1"),
+    "theta-0": (
+        "--model.rope-theta 0",
+        "--model.rope-parameters.rope-theta is 0.0: it must be over 0",
+    ),
     "tp-0": ("--layout.tp 0", "layout.tp is 0: it must be at least 1"),
     "zero-7": ("--layout.zero 7", "--layout.zero is '7': use one of 0, 1, 2, 3"),
     # the model: as many layers would fill the memory before anything could be refused
     "layers": (
         "--model.num-hidden-layers 1000000000",
-        "num_hidden_layers is 1000000000: it must be at most 4,096",
+        "--model.num-hidden-layers is 1000000000: it must be at most 4,096",
     ),
     "hidden-0": (
         "--model.hidden-size 0",
-        "hidden_size is 0: it must be at least 1",
+        "--model.hidden-size is 0: it must be at least 1",
     ),
     "experts": (
         "--model.model-type mixtral --model.num-experts -1",
-        "num_local_experts is -1: it must be at least 1",
+        "--model.num-local-experts is -1: it must be at least 1",
     ),
     "matrices": (
         "--model.model-type mixtral --model.num-hidden-layers 4096 --model.num-local-experts 16384",
