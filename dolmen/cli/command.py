@@ -7,9 +7,10 @@ A class is imported only for its verb, as each takes some milliseconds.
 
 from importlib import import_module
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
-from dolmen.cli.parse import HELP, full_help, groups, options, parse
+from dolmen.cli.parse import HELP, WIDTH, full_help, groups, help_width, options, parse
 from dolmen.core.config import config, from_dict, unflatten
 from dolmen.core.messages import BadInput, as_bad_input, message
 
@@ -153,7 +154,8 @@ def parse_part(verb: str, argv: list[str]) -> Any:
     if part in parts:
         return parse_config(find(parts[part]), f"{verb} {part}", argv[1:])
     if part in HELP:
-        print(f"usage: dolmen {verb} {{{','.join(parts)}}} ...\n\n{about}\n")
+        lines = "\n".join(wrap(about, help_width(WIDTH)))
+        print(f"usage: dolmen {verb} {{{','.join(parts)}}} ...\n\n{lines}\n")
         print("\n".join(f"  dolmen {verb} {part} --help explains it" for part in parts))
         raise SystemExit(0)
     problem = f"{part!r} is not a part of it" if part else "name a part"

@@ -600,7 +600,7 @@ def test_the_example_of_a_recipe_has_what_its_run_needs():
 def test_help_fits_a_narrow_terminal(columns, monkeypatch):
     """Indented commands, which are copied, are not wrapped."""
     monkeypatch.setenv("COLUMNS", str(columns))
-    for words in (("train", "sft"), ("train", "llama-8b"), ("serve",)):
+    for words in (("train", "sft"), ("train", "llama-8b"), ("serve",), ("vocab",)):
         lines = dolmen(*words, "--help").out.splitlines()
         assert [x for x in lines if len(x) > columns and "  dolmen " not in x] == []
 
