@@ -81,7 +81,8 @@ class Scale {
     if (this.log) {
       const powers = Array.from({ length: 640 }, (_, i) => 10 ** (i - 320));
       const inside = powers.flatMap((p) => [p, 2 * p, 5 * p]).filter((x) => x >= this.low * 0.999 && x <= this.high * 1.001);
-      return inside.filter((_, i) => i % Math.ceil(inside.length / (most + 2)) === 0);
+      // a narrow range has none of these, or one: then round numbers as without a logarithm
+      if (inside.length > 1) return inside.filter((_, i) => i % Math.ceil(inside.length / (most + 2)) === 0);
     }
     const step = time && span > 1 ? TIMES.find((one) => one >= span) || 86400 * roundStep(span / 86400) : roundStep(span);
     const first = Math.ceil(this.low / step - 1e-9);

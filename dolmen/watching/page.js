@@ -115,7 +115,7 @@ function drawCurves(spec) {
   const box = { left: 52, right: width - room, top: 26, bottom: (spec.height || 250) - 44 };
   const x = new Scale(...domain(), box.left, box.right);
   const y = new Scale(...range(list, spec, log), box.bottom, box.top, log);
-  frame(svg, box, x, y, { x: WORDS[VIEW.x], y: words }, VIEW.x === "seconds");
+  frame(svg, box, x, y, { x: WORDS[VIEW.x], y: words, whole: VIEW.x === "step" }, VIEW.x === "seconds");
   for (const one of list) one.y = curve(svg, one, x, y, box, several());
   labels(svg, box, list, Math.floor((room - 32) / 7.2), several());
   watch(svg, figure, box, x, list);
@@ -174,7 +174,7 @@ function drawLife() {
   const [svg, width] = picture(figure, 54 + tall * list.length, "Starts and checkpoints");
   const box = { left: 26, right: width * 0.82, top: 10, bottom: 10 + tall * list.length };
   const x = new Scale(...domain(), box.left, box.right);
-  frame(svg, box, x, null, { x: WORDS[VIEW.x], y: "" }, VIEW.x === "seconds");
+  frame(svg, box, x, null, { x: WORDS[VIEW.x], y: "", whole: VIEW.x === "step" }, VIEW.x === "seconds");
   list.forEach(([run, index], row) => drawRow(svg, box, x, run, index, box.top + tall * row + 26));
 }
 

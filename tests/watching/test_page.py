@@ -274,10 +274,15 @@ const zoom = [...VIEW.zoom];
 const buttons = document.querySelectorAll("#runs button");
 if (buttons.length) buttons[0].click();
 DATA = JSON.parse(JSON.stringify(DATA)); draw();
-document.title = JSON.stringify({ views, all, zoom, read, hidden: [...VIEW.hidden], log: VIEW.log,
+const shown = { views, all, zoom, read, hidden: [...VIEW.hidden], log: VIEW.log,
   x: VIEW.x, wide: document.documentElement.scrollWidth,
   samples: document.getElementById("samples").textContent,
-  scripts: document.scripts.length, bold: document.querySelectorAll("td b").length });
+  scripts: document.scripts.length, bold: document.querySelectorAll("td b").length };
+Object.assign(VIEW, { x: "step", zoom: [1, 2] });
+draw();
+const few = [...document.querySelectorAll("#figure-loss text")].map((text) => text.textContent);
+const narrow = new Scale(1.1, 1.6, 0, 100, true).ticks(5);
+document.title = JSON.stringify({ ...shown, few, narrow });
 }
 </script></body>"""
 
@@ -306,6 +311,9 @@ def test_a_browser_draws_all_of_it(tmp_path):
         for one in view:
             assert one["drawn"] > 5 and one["width"] > 300, one
             assert not one["outside"] and not one["bad"], one
+    # steps are whole numbers, and a logarithmic axis of a narrow range has numbers too
+    assert {"1", "2"} <= {*found["few"]} and not {"1.2", "1.5"} & {*found["few"]}
+    assert len(found["narrow"]) > 2 and all(1.1 <= x <= 1.61 for x in found["narrow"])
     assert found["wide"] <= 1000 and found["scripts"] == 3 and found["bold"] == 0
     assert found["samples"].count(HOSTILE) == 4
     assert found["x"] == "seconds" and found["log"] and found["hidden"] == ["one"]
