@@ -400,7 +400,6 @@ class MoE(Component):
             collectives.reduce_scalar(here, self.cp.axis).repeat_interleave(parts // batch, 0),
             length,
             self.k,
-            exact,
         )
         # mean square of logsumexp (ST-MoE, 2202.08906, eq. 5), per sequence
         z = moe.z_losses(logits, parts, length)

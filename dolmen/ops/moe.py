@@ -364,20 +364,17 @@ def balance_losses(
     counts: Int64[Tensor, "batch E"],
     length: int,
     k: int,
-    exact: bool = False,
 ) -> Float[Tensor, " batch"]:
     """Return the load-balancing loss of each sequence: E / (k T) sum_e count_e mean_t p_te, T =
     `length`: 1 where all experts are equally busy, E / k where k of them do everything (2101.03961
-    eq. 4, a sequence at a time as in 2412.19437 eq. 17). `exact`: bits do not depend on the other
-    sequences.
+    eq. 4, a sequence at a time as in 2412.19437 eq. 17). Bits do not depend on other sequences.
 
     `probabilities` are of the tokens here, equally many of each sequence, `counts` of whole
     sequences. Where the tokens here are a part of them, so is the result: it adds up over the
     parts.
     """
     batch, number = counts.shape
-    parts = probabilities.view(batch, -1, number)
-    sums = invariant.sum_over(parts, 1) if exact else parts.sum(1)
+    sums = probabilities.view(batch, -1, number).sum(1)
     # E / (k T) times mean_t p = sum_t p / T
     return (sums * counts).sum(-1) * (number / (k * length * length))
 

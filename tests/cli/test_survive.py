@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import tinyrun
@@ -188,6 +189,7 @@ def test_a_stopped_rank_is_named(material, tmp_path):
     try:
         assert wait(lambda: at_step(out, 3)), launcher.communicate()
         workers = ranks(launcher.pid)
+        time.sleep(4)  # each rank writes a heartbeat every 2.5 s
         os.kill(workers[1], signal.SIGSTOP)
         _, complained = launcher.communicate(timeout=PATIENCE)
     finally:

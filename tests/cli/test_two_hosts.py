@@ -95,7 +95,7 @@ def torchrun(
     started: Callable[[list[int]], None] = lambda pids: None,
 ) -> list[tuple[int, str, str]]:
     """`torchrun --nnodes 2 ... -m dolmen train` on both hosts at once, with `each`'s own options:
-    (code, stdout, stderr) of each. `begun` is given the pids of the two torchruns.
+    (code, stdout, stderr) of each. `started` is given the pids of the two torchruns.
     """
     env = {**os.environ, "GLOO_SOCKET_IFNAME": "veth0", "OMP_NUM_THREADS": "1"}
     tasks = []
@@ -194,7 +194,7 @@ def test_tp_inside_a_host_and_another_axis_across(hosts, material, alone, tmp_pa
         f"--layout.{across}",
         "2",
         restarts=int(kill),
-        **({"begun": started} if kill else {}),
+        **({"started": started} if kill else {}),
     )
     assert [code for code, *_ in said] == [0, 0], said
     assert any("resuming from step " in output for _, output, _ in said) == kill, said

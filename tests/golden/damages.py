@@ -87,7 +87,7 @@ def constant(place, name, value):
 def means_of_own_heads(patch):
     """Of the heads of a rank, where it is to be of all."""
     means = qk_norm._means
-    patch.setattr(qk_norm, "_means", lambda parts, axis: means(parts, Axis("tp")))
+    patch.setattr(qk_norm, "_means", lambda parts, tp: means(parts, replace(tp, axis=Axis("tp"))))
 
 
 def norm_twice(patch):

@@ -16,6 +16,7 @@ import pytest
 import tinyrun
 from rich.console import Console
 
+from benchmarks.killing import workers
 from dolmen.checkpoint.store import Checkpoints
 from dolmen.core.mesh import SINGLE
 from dolmen.launch import watchdog
@@ -191,22 +192,17 @@ def test_two_processes_one_slow_and_one_killed(material, tmp_path):
             return json.loads((out / goodput.FILE).read_text())["reached"]
         return 0
 
-    def pid(rank: int) -> int:
-        children = open(f"/proc/{process.pid}/task/{process.pid}/children").read().split()
-        variables = {int(p): open(f"/proc/{p}/environ").read().split("\0") for p in children}
-        return next(p for p, each in variables.items() if f"RANK={rank}" in each)
-
     while step() < 20:
         assert process.poll() is None and time.time() < began + 120
         time.sleep(0.1)
-    slow, stopped = pid(1), 0.0
+    slow, stopped = workers(process.pid)[1], 0.0
     while step() < 150:
         assert process.poll() is None and time.time() < began + 180
         for sign in (signal.SIGSTOP, signal.SIGCONT):
             os.kill(slow, sign)
             time.sleep(0.1)
         stopped += 0.1
-    os.kill(pid(0), signal.SIGKILL)
+    os.kill(workers(process.pid)[0], signal.SIGKILL)
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     summary = json.loads((out / "summary.json").read_text())
