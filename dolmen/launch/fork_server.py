@@ -89,6 +89,8 @@ def main() -> None:
     process.die_with(int(launcher))
     # where the launcher was started with SIGCHLD ignored, the kernel would keep no exit codes
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    # a cluster sends it to every process of a job: workers save, then the launcher ends this one
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     gc.set_threshold(100_000)  # as in dolmen/__main__.py
     import_module(imports)
     gc.freeze()  # a collection in a worker would copy the pages of all these objects
@@ -120,6 +122,7 @@ def _fork_workers(connection: socket.socket) -> None:
                 os.environ[name] = value
             rank, pid = os.environ["RANK"], os.fork()
             if pid == 0:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
                 process.die_with(server)
                 for other in workers:
                     os.close(other)

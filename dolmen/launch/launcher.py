@@ -33,12 +33,12 @@ from dolmen.core.torch_private import strings
 from dolmen.files import gate, kinds
 from dolmen.launch import process
 from dolmen.launch.fork_server import ForkServer
-from dolmen.launch.process import HANDED, LAUNCHER, handling
+from dolmen.launch.process import END, HANDED, LAUNCHER, handling
 
 PREFIX, OURS = "dolmen_", "dolmen-launcher"  # a folder of reports, and the file that says it is one
-STOPPED = {130, 143, -signal.SIGUSR1, -signal.SIGUSR2, -signal.SIGTERM}
+STOPPED = {130, 143, -signal.SIGUSR1, -signal.SIGUSR2, -signal.SIGTERM, -END}
 """Exit codes of workers that were asked to end."""
-GRACE = 30.0  # seconds between SIGTERM and SIGKILL, for the workers that are left after a failure
+GRACE = 30.0  # seconds between END and SIGKILL, for the workers that are left after a failure
 
 
 def launch(
@@ -157,7 +157,7 @@ class _WorkerGroup:
         self, server: ForkServer, files: Sequence[Path], failures: list[Failure]
     ) -> None:
         """Wait until all workers have ended, and append those that failed to `failures`. After the
-        first the others are told to end (SIGTERM), and killed if they have not in GRACE seconds.
+        first the others are ended (END), and killed if they have not ended in GRACE seconds.
         `files`: the error file of each. Raises EOFError if the server ends.
         """
         running, deadline = {*range(self.processes)}, None
@@ -168,7 +168,7 @@ class _WorkerGroup:
             if message is None:
                 self._kill(signal.SIGKILL)
                 deadline = time.monotonic() + GRACE
-                expected.add(-signal.SIGKILL)  # of ranks that have ignored SIGTERM
+                expected.add(-signal.SIGKILL)  # of ranks that END has not ended
                 continue
             rank, pid, code = message
             if code is None:
@@ -176,14 +176,14 @@ class _WorkerGroup:
                 if self.first_signal:  # it came before the pid was known
                     _ask_to_stop(pid, self.first_signal)
                 elif failures:
-                    _send(pid, signal.SIGTERM)
+                    _send(pid, END)
                 continue
             running.remove(rank)
             del self.pids[rank]
             if code not in expected:
                 failures.append(_failure(rank, pid, code, files[rank]))
                 if deadline is None:
-                    self._kill(signal.SIGTERM)
+                    self._kill(END)
                     deadline = time.monotonic() + GRACE
 
     def _kill(self, sent: signal.Signals) -> None:
@@ -212,15 +212,18 @@ class _WorkerGroup:
         """Print the cause of a failure of the group (a hang's report, else the first failure) and
         return its exit code and whether a restart would be useless: 2 and True if workers did
         nothing but refuse their input; else 1, and True if a worker said so. If the workers ended
-        because this process received a signal: print nothing and return 128 + the signal, and True.
+        because this process or one of them received a signal: print nothing and return 128 + the
+        signal, and True.
         """
         codes = {failure.exit_code for failure in failures}
-        if self.first_signal and codes <= STOPPED:
-            return _End(128 + self.first_signal, True)
+        # a worker that is sent SIGTERM itself has all of them save and end
+        stopped = self.first_signal or signal.SIGTERM * (143 in codes)
+        if stopped and codes <= STOPPED:
+            return _End(128 + stopped, True)
         hangs = [failure.report["text"] for failure in failures if failure.report.get("hang")]
         print(hangs[0] if hangs else cause(failures), file=sys.stderr, flush=True)
         # every rank that failed by itself refused its input: a restart would refuse again
-        if 2 in codes and codes <= {2, -signal.SIGTERM} and not hangs:
+        if 2 in codes and codes <= {2, -END} and not hangs:
             return _End(2, True)
         return _End(1, any(failure.report.get("final") for failure in failures))
 
@@ -262,12 +265,8 @@ def cause(failures: Sequence[Failure]) -> str:
     comes first, else the earliest failure: its traceback with rank and exit code, or its message
     alone for refused input (exit code 2). `failures`: in the order in which workers ended.
     """
-    # the launcher sends SIGTERM, and only after the first failure
     killed = [
-        failure
-        for failure in failures
-        if failure.exit_code < 0
-        and (failure is failures[0] or failure.exit_code != -signal.SIGTERM)
+        failure for failure in failures if failure.exit_code < 0 and failure.exit_code != -END
     ]
     if killed:
         first, name = killed[0], signal.Signals(-killed[0].exit_code).name
@@ -276,7 +275,7 @@ def cause(failures: Sequence[Failure]) -> str:
             f"dolmen: rank {first.rank} (pid {first.pid}) was killed by {name}{hint}; all "
             "ranks were stopped"
         )
-    failed = [f for f in failures if f.exit_code not in (-signal.SIGTERM, 130, 143)]
+    failed = [f for f in failures if f.exit_code not in (-END, 130, 143)]
     first = min(failed or failures, key=lambda f: f.when)
     text = first.report.get("text", "no traceback").rstrip()
     if first.exit_code == 2:

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,10 @@ LAUNCHER = "DOLMEN_LAUNCHER"  # pid of the launcher that started this worker
 HANDED = "DOLMEN_HANDED"  # the file with the configuration that this launcher has checked
 ERROR_FILE = "DOLMEN_ERROR_FILE"  # where a worker of this launcher writes why it failed
 PR_SET_PDEATHSIG = 1
+END = signal.SIGRTMIN
+"""Signal by which the launcher and the watchdog end a worker at once: nothing else sends it, and
+SIGTERM asks to save first.
+"""
 RESTART_COUNTS = {
     "torchrun, our launcher": strings.RESTARTS,
     # sbatch(1): "the number of times the job has been restarted", after a failure or a requeue
@@ -222,15 +227,27 @@ def parent() -> str:
 def stop_handler(handler: Callable[[int], None]) -> Iterator[None]:
     """While the context is entered, call handler(SIGINT) or handler(SIGTERM) when this worker
     receives that signal, so that it can save and stop; under dolmen's own launcher, when it
-    receives SIGUSR1 or SIGUSR2, as which the launcher forwards the two. Enter it before joining the
-    other ranks: then either all ranks can act on the request, or none has started.
+    receives SIGUSR1 or SIGUSR2, as which the launcher forwards the two, or SIGTERM, which a cluster
+    sends to every process of a job: with the launcher's SIGUSR2 it is one request. Enter it before
+    joining the other ranks: then either all ranks can act on the request, or none has started.
     """
     # our launcher catches both and passes them on as user signals, to all of its workers alike
     asking = (
-        (signal.SIGUSR1, signal.SIGUSR2) if launched_here() else (signal.SIGINT, signal.SIGTERM)
+        {signal.SIGUSR1: signal.SIGINT, signal.SIGUSR2: signal.SIGTERM}
+        if launched_here()
+        else {signal.SIGINT: signal.SIGINT}
     )
-    meaning = dict(zip(asking, (signal.SIGINT, signal.SIGTERM), strict=True))
-    with handling({s: lambda got, _: handler(meaning[got]) for s in asking}):
+    meaning = {**asking, signal.SIGTERM: signal.SIGTERM}
+    received, requests = Counter[int](), Counter[int]()  # by signal; by its meaning
+
+    def receive(got: int, _: object) -> None:
+        """Call the handler, unless the request has come by another signal already."""
+        received[got] += 1
+        if received[got] > requests[meaning[got]]:
+            requests[meaning[got]] += 1
+            handler(meaning[got])
+
+    with handling(dict.fromkeys(meaning, receive)):
         yield
 
 

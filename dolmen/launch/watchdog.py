@@ -29,6 +29,7 @@ from typing import TypeVar
 
 from dolmen.core.torch_private import strings
 from dolmen.files import gate, kinds, write
+from dolmen.launch.process import END
 
 T = TypeVar("T")
 PATIENT = 10  # times `seconds`: start-up and the last save
@@ -173,7 +174,7 @@ class Watch:
     def _report_hang(self, period: float) -> None:
         """Report a hang: write the stacks of all threads to this rank's file, read all ranks'
         heartbeats twice to see whose stand still, wake stopped ranks of the same launcher (SIGCONT)
-        so that they write their stacks, end these (SIGTERM), and call `fail` with the text that
+        so that they write their stacks, end these (END), and call `fail` with the text that
         names the ranks to blame. Stops after the wait if the watch ended meanwhile. `period`:
         seconds between heartbeats.
         """
@@ -209,7 +210,7 @@ class Watch:
             return
         text = verdict(now, silent, {r: self._read_stack(r) for r in now})
         for pid in siblings:
-            _send(pid, signal.SIGTERM)
+            _send(pid, END)
         self.fail(f"{text}\n(stacks of all ranks that wrote one: {self.folder})")
 
     def _read_heartbeats(self) -> dict[int, dict]:

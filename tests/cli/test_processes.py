@@ -112,18 +112,25 @@ STOPS = (
 )
 
 
+def told(sent: int) -> set[int]:
+    """The launcher, which is this process, and for SIGTERM the server and the ranks it forked."""
+    workers = ranks(os.getpid()).values() if sent == signal.SIGTERM else ()
+    return {os.getpid(), *workers, *filter(None, map(parent, workers))}
+
+
 @pytest.mark.spawn
 @pytest.mark.parametrize("stops", [STOPS[:1], pytest.param(STOPS, marks=pytest.mark.full)], ids=len)
 def test_two_ranks_stopped_save_and_go_on_at_another_layout(
     material, alone, tmp_path, capfd, stops
 ):
-    """SIGTERM to the launcher of tp 2, then Ctrl-C to that of tp 2 with sequence parallelism, then
-    one process.
+    """SIGTERM to every process of tp 2, as a cluster ends a job, then Ctrl-C to the launcher of tp
+    2 with sequence parallelism, then one process.
     """
     out, last = tmp_path / "run", 0
     for words, sent, code in stops:
         meanwhile(
-            lambda last=last: at_step(out, last + 8), lambda sent=sent: os.kill(os.getpid(), sent)
+            lambda last=last: at_step(out, last + 8),
+            lambda sent=sent: [os.kill(pid, sent) for pid in told(sent)],
         )
         assert dolmen("train", material.file, "--out", out, *ENDLESS, *TWO, *words).code == code
         said, complained = capfd.readouterr()
@@ -348,18 +355,28 @@ def test_a_rank_that_is_killed_is_named(run):
 def test_a_rank_that_is_told_to_end_by_another_program_is_no_refusal(run):
     """As by a daemon that frees memory: a restart may mend it, so the code is not that of input."""
     code, _, complained = run(
-        "if RANK == '1': os.kill(os.getpid(), signal.SIGTERM)\nif RANK == '0': time.sleep(600)"
+        "signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
+        "if RANK == '1': os.kill(os.getpid(), signal.SIGTERM)\n"
+        "if RANK == '0': time.sleep(600)"
     )
     assert code == 1 and complained.startswith("dolmen: rank 1 (pid ")
     assert complained.endswith(") was killed by SIGTERM; all ranks were stopped\n")
 
 
+def test_a_rank_that_is_asked_to_end_has_all_save(run):
+    """They end with 143 when they have: the launcher does too, which itself was not asked."""
+    assert run("if RANK == '1': os._exit(143)\nif RANK == '0': time.sleep(600)") == (143, "", "")
+
+
 def test_a_rank_that_has_to_be_killed_is_not_the_cause(run, tmp_path, monkeypatch):
-    """Rank 0 ignores SIGTERM, as one that a debugger has stopped: rank 1 failed by itself."""
+    """Nothing but SIGKILL ends rank 0, as one that a debugger has stopped; rank 1 failed by
+    itself.
+    """
     monkeypatch.setattr(launcher, "GRACE", 0.2)
     deaf = tmp_path / "deaf"
     code, _, complained = run(
-        f"if RANK == '0': signal.signal(signal.SIGTERM, signal.SIG_IGN); open({str(deaf)!r}, 'w')\n"
+        "if RANK == '0': signal.signal(signal.SIGRTMIN, signal.SIG_IGN)\n"
+        f"if RANK == '0': open({str(deaf)!r}, 'w')\n"
         f"while RANK == '1' and not os.path.exists({str(deaf)!r}): time.sleep(0.001)\n"
         "if RANK == '1': os._exit(2)\n"
         "time.sleep(600)"
@@ -431,7 +448,7 @@ def test_requests_are_forwarded(run, tmp_path, sent, code, heard):
     assert run(
         f"def save(*_): time.sleep(0.1); print('saved', flush=True); os._exit({code})\n"
         f"if RANK == '0': signal.signal(signal.{heard}, save)\n"
-        "if RANK == '0': signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if RANK == '0': signal.signal(signal.SIGRTMIN, signal.SIG_IGN)\n"
         f"if RANK: open({str(tmp_path)!r} + '/ready' + RANK, 'w').close(); time.sleep(60)"
     ) == (code, "saved\n", "")
     assert {s: signal.getsignal(s) for s in before} == before
