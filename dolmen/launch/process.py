@@ -237,7 +237,7 @@ def stop_handler(handler: Callable[[int], None]) -> Iterator[None]:
         if launched_here()
         else {signal.SIGINT: signal.SIGINT}
     )
-    meaning = {**asking, signal.SIGTERM: signal.SIGTERM}
+    meaning: dict[int, int] = {**asking, signal.SIGTERM: signal.SIGTERM}
     received, requests = Counter[int](), Counter[int]()  # by signal; by its meaning
 
     def receive(got: int, _: object) -> None:
@@ -247,7 +247,7 @@ def stop_handler(handler: Callable[[int], None]) -> Iterator[None]:
             requests[meaning[got]] += 1
             handler(meaning[got])
 
-    with handling(dict.fromkeys(meaning, receive)):
+    with handling({s: receive for s in (*asking, signal.SIGTERM)}):
         yield
 
 

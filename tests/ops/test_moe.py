@@ -270,7 +270,7 @@ def test_with_exact_numerics_a_token_has_its_bits_beside_any_others(score, dtype
         y = moe.combine(rows, routing.weights, order, exact=True)
         batch = len(x) // length
         counts = moe.sequence_counts(routing.experts, batch, number)
-        losses = moe.balance_losses(routing.probabilities, counts, length, k, exact=True)
+        losses = moe.balance_losses(routing.probabilities, counts, length, k)
         losses = losses + moe.z_losses(logits, batch, length)
         grads = torch.autograd.grad((y, losses.sum()), (logits, x), (g, torch.ones(())))
         return [t.detach() for t in (routing.weights, y, losses.repeat_interleave(length), *grads)]
