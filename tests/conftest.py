@@ -5,6 +5,7 @@ needs, `spawn` or `command`, is read from its code (needs.py); -m takes these na
 """
 
 import gc
+import os
 import re
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import workers
 from hypothesis import settings
 from spawning import Row, launch_forked, run_rows, run_spawned
 
+os.environ.pop("COLUMNS", None)  # xdist's workers have 80: help would be wrapped there alone
 torch.set_num_threads(1)  # tiny models: a second thread waits more than it works
 
 
