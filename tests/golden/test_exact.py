@@ -384,9 +384,11 @@ cp2 tp2 sp gather acc16 zero3 selective fixed
 pp2 cp2 gather acc16 zero-bubble zero1 fixed
 pp2 cp2 dp2 gather acc8 zero2 fixed
 """
+CONTEXT_TP = """
+cp2 tp2 sp gather acc16 zero3 fixed
+"""
 CONTEXT_OTHERS = """
 cp4 gather acc16 zero1 fixed
-cp2 tp2 sp gather acc16 zero3 fixed
 pp2 cp2 gather acc16 zero-bubble zero1 fixed
 """
 
@@ -429,7 +431,9 @@ LAYOUTS = [
             "experts": MIXTURE,
             "latents, experts in groups": DEEPSEEK,
         }.items()
-        for row in rows(CONTEXT_OTHERS, f"{name}, chunks", full=True, config=cut(config))
+        for row in rows(
+            CONTEXT_OTHERS + CONTEXT_TP, f"{name}, chunks", full=True, config=cut(config)
+        )
     ),
 ]
 
@@ -741,8 +745,9 @@ HALVES = [
     ),
     *half_rows(LONG, "llama, 50 steps", full=True, steps=50),
     *half_rows(CONTEXT + CONTEXT_DP, "llama, chunks", full=True, config=cut(EXACT)),
+    # not over tp 2: a product of a bf16 chunk of 3 tokens and two heads is another than of many;
+    # runs refuse chunks of under 16 tokens
     *half_rows(CONTEXT_OTHERS, "masks, tied, Muon, chunks", full=True, config=cut(MASKED)),
-    # not over tp 2: a product of a bf16 chunk of 3 tokens and two heads is another than of many
     *half_rows(
         CONTEXT + CONTEXT_DP, "norms, biases, positions, chunks", full=True, config=cut(GPT2)
     ),
