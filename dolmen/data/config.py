@@ -69,8 +69,8 @@ class DataConfig(TextConfig):
     """Text to train on, and text to validate on."""
 
     tokenizer: Name | None = None
-    """Folder or hub id of a tokenizer, or bpe:N for a BPE of N tokens trained on the data. BPE is
-    at the level of bytes; a folder is of `transformers`. Default: that of --init.
+    """Folder or hub id of a tokenizer, or bpe:N for a BPE of N tokens trained on the data. A
+    folder is one that `transformers` reads; the BPE is byte-level. Default: that of --init.
     """
     document_mask: bool = False
     """Attention does not cross document boundaries within a window."""

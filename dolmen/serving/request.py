@@ -20,9 +20,9 @@ from dolmen.model.spec.positions import prefix_span
 from dolmen.serving.block_table import PAGE_SIZE
 
 
-def _is_bias(bias: Mapping[int, float]) -> bool:
-    """Return whether values may be added to logits: of ids from 0, and no NaN or +inf, as two
-    tokens at +inf would make NaN of the softmax.
+def _is_valid_bias(bias: Mapping[int, float]) -> bool:
+    """Return whether `bias` (token id -> value added to its logit) has ids from 0 and no value that
+    is NaN or +inf: two logits of +inf would make the softmax NaN.
     """
     return all(token >= 0 and value < math.inf for token, value in bias.items())
 
@@ -35,7 +35,7 @@ Temperature = Annotated[
 TopP = Annotated[float, Field(gt=0, le=1)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 LogitBias = Annotated[
-    Mapping[int, float], require(_is_bias, "ids of the vocabulary, and numbers or -inf")
+    Mapping[int, float], require(_is_valid_bias, "ids of the vocabulary, and numbers or -inf")
 ]
 
 
